@@ -54,6 +54,17 @@ def test_one_rank_s_slow_data(tmp_path: Path, ranks: int) -> None:
     assert f"rank {ranks - 1} waits for its loader 75% of the time" in found.why
 
 
+def test_ranks_that_take_turns_in_waiting_for_data(tmp_path: Path) -> None:
+    def each(rank: int, number: int, step: Event) -> Event:
+        return {**step, "data": 0.15 if (number * 7) % 4 == rank else 0.001}
+
+    run = planted(tmp_path, *[HEALTHY] * 4, comm=1.0, traces=traces(4), each=each)
+    found = verdict_of(run)
+    assert (found.limit, found.rank) == ("data", None) and found.share == pytest.approx(
+        0.6, abs=0.05
+    )
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_communication_after_the_last_rank_has_come(tmp_path: Path, ranks: int) -> None:
     run = planted(tmp_path, *[HEALTHY] * ranks, comm=50.0, traces=traces(ranks))

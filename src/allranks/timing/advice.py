@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from allranks.run import files
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord
-from allranks.show.numbers import count, duration, percent, size
+from allranks.show.numbers import count, duration, percent, ratio, size
 from allranks.timing.shares import Measured
 from allranks.timing.slow_rank import slow_rank_reason
 from allranks.timing.steps import ENOUGH_STEPS, SLOWER_IN
@@ -27,6 +27,8 @@ ONE_RANK = 0.05  # of a step: by how much one rank alone waits longer for data t
 HEAVY = 1.5  # times a light step's forward pass
 ALIKE = 0.8  # how closely forward and backward passes grow together
 ALL_CPUS = 0.9  # of a machine's: above this, none is left for more workers
+MOST_CPU_WAIT = 20.0  # percent of the time: more, and other work decides what is slow
+HEAVIER, ALIKE_FACTORS = 1.15, 1.3  # times the others' passes, and how far two such factors differ
 BURST = 0.8  # of the time for data: more in a few steps are workers that start
 LOG_BYTES = 1 << 18  # of the beginning of a log, where NCCL names its network
 NCCL_LINES = re.compile(
@@ -96,6 +98,9 @@ class Facts:
     @property
     def is_calm(self) -> bool:
         """Whether every thread that computes has a CPU of its own, as far as is known."""
+        waits = [one.mean("cpu_wait", of=one.devices) or 0.0 for one in self.records.values()]
+        if max(waits) > MOST_CPU_WAIT:
+            return False
         if self.cpus is None or self.found.is_gpu:
             return True
         threads = [threads_of(record) for record in self.records.values()]
@@ -172,15 +177,19 @@ def launches(facts: Facts) -> Said:
     return Said(
         why=f"the GPU is idle {facts.share('launches')} of the time: its kernels are shorter than "
         "their launch",
-        next=(
-            "compile: true in the job file, or a larger micro_batch_size"
-            if facts.is_task
-            else "model = torch.compile(model), a CUDA graph, or a larger batch"
-        ),
+        next=larger_kernels(facts),
         cause="launch-bound",
         evidence=f"launches {evidence}{per}",
         is_sure=found.has_trace,
     )
+
+
+def larger_kernels(facts: Facts) -> str:
+    if not facts.is_task:
+        return "model = torch.compile(model), a CUDA graph, or a larger batch"
+    if facts.records[min(facts.records)].start.get("compile"):
+        return "a larger micro_batch_size"
+    return "compile: true in the job file, or a larger micro_batch_size"
 
 
 def idle(facts: Facts) -> Said:
@@ -190,11 +199,7 @@ def idle(facts: Facts) -> Said:
     is_small = bool(totals) and max(totals) < facts.limits.memory
     busy = percent(found.utilization, 0)
     used = f"; at most {percent(max(totals), 0)} of its memory was in use" if totals else ""
-    fix = "allranks run --profile 10 shows what it waits for"
-    if is_small:
-        larger = "micro_batch_size" if facts.is_task else "batch per rank"
-        compile_ = "compile: true" if facts.is_task else "torch.compile(model)"
-        fix = f"a larger {larger}, and {compile_}"
+    fix = larger_kernels(facts) if is_small else "allranks run --profile 10 shows what it waits for"
     why = f" ({found.problem})" if found.problem else ""
     return Said(
         why=f"the GPU is in use only {busy} of the time, by NVML; there is no trace{why}",
@@ -481,10 +486,10 @@ def slow_because(facts: Facts, rank: int) -> Reason:
 def hot(facts: Facts, rank: int) -> Reason | None:
     """A GPU that is hot and runs below its full clock rate."""
     means, node = device_means(facts.records[rank]), facts.node_of(rank)
-    ratio = means.get("clock", 1.0) / (means.get("clock_max") or 1.0)
-    if means.get("temperature", 0.0) < facts.limits.temperature or ratio >= facts.limits.clock:
+    clock = means.get("clock", 1.0) / (means.get("clock_max") or 1.0)
+    if means.get("temperature", 0.0) < facts.limits.temperature or clock >= facts.limits.clock:
         return None
-    at = f"{count(means['temperature'])} °C, at {percent(ratio, 0)} of its clock"
+    at = f"{count(means['temperature'])} °C, at {percent(clock, 0)} of its clock"
     fix = "tell the site that its cooling is insufficient"
     fix += f"; until then #SBATCH --exclude={node}" if node else ""
     return Reason(words=f": its GPU is hot ({at})", cause="thermal-throttling", fix=fix)
@@ -505,6 +510,8 @@ def own_code(facts: Facts, rank: int) -> Reason:
     timing, traced, typical = facts.found.timing, facts.found.traced, facts.found.typical
     part = timing.slowest_part or ""
     where = f": it is slower in {SLOWER_IN.get(part, part)}" if part else ""
+    if (factor := heavier(facts, rank)) is not None:
+        where = f": its forward and backward passes both take {ratio(factor)} as long"
     fix = "look for other work there (top, nvidia-smi), and for code that only this rank runs"
     mine = traced.get(rank)
     if mine is not None and typical is not None and typical is not mine:
@@ -516,7 +523,23 @@ def own_code(facts: Facts, rank: int) -> Reason:
             fix = f"look at {line}, where this rank alone spends its time"
             words = f": it does something else, at {line}"
             return Reason(words=words, cause="slow-rank", fix=fix, line=line)
+    if factor is not None:
+        fix = f"compare its samples with the others' (their lengths); otherwise {fix}"
     return Reason(words=where, cause="slow-rank", fix=fix)
+
+
+def heavier(facts: Facts, rank: int) -> float | None:
+    """How many times as long a rank's passes take, if both do: its samples may be longer."""
+    first, middle = facts.found.timing.first_step, facts.found.timing.middle_rank
+    factors = []
+    for phase in (FORWARD, BACKWARD):
+        means = []
+        for one in (rank, rank if middle is None else middle):
+            steps = facts.records[one].timed_steps
+            means.append(statistics.fmean(steps[n][phase] for n in steps if n >= first))
+        factors.append(means[0] / means[1] if means[1] else 0.0)
+    is_alike = max(factors) <= ALIKE_FACTORS * min(factors)
+    return statistics.fmean(factors) if min(factors) >= HEAVIER and is_alike else None
 
 
 def uneven_work(record: RankRecord, facts: Facts) -> tuple[float, float] | None:
@@ -546,7 +569,8 @@ def pauses(facts: Facts) -> Said:
     fix = "evaluate less often, or on less data" if is_evaluation else "save and log less often"
     if facts.is_task and not is_evaluation:
         every = (facts.run.job().get("checkpoint") or {}).get("every", "10m")
-        fix = f"save less often: checkpoint.every (now {every})"
+        rarely = 10 * every if isinstance(every, int) else "1h"
+        fix = f"checkpoint.every={rarely} (now {every})"
     return Said(
         why=f"{what} {percent(share, 0)} of the time, between steps",
         next=fix,

@@ -27,6 +27,7 @@ LOCAL = ("compute", "launches", "host", "copies")  # what only a trace can divid
 FAR = 0.3  # of a usual step: by how much a step's `other` exceeds the usual one in a pause
 FEW = 0.25  # of the steps: what happens more often is part of the steps
 PLACES, PLACE_BYTES = 12, 1 << 14  # of a long file, where steps are read to see how long one takes
+NO_WAIT = {WAIT: math.inf}
 # Traced steps may take so many times as long as others, besides what the trace has cost.
 LIKE_OTHERS = (0.75, 1.33)
 
@@ -37,6 +38,7 @@ class Traced:
 
     device: str
     parts: Mapping[str, float]  # of LOCAL
+    exchanges: float = 0.0  # beyond the waiting that the steps show
     lines: tuple[tuple[str, float], ...] = ()  # of the user's code, with the host's time in them
     copied: float = 0.0  # bytes
     pageable: float = 0.0
@@ -164,7 +166,7 @@ def shares_of(
     seconds = {
         **{part: local * (division or {}).get(part, 0.0) for part in LOCAL},
         "data": parts["data"],
-        "communication": parts["comm"],
+        "communication": parts["comm"] + local * (division or {}).get("communication", 0.0),
         "straggler": parts["straggler"],
         "pauses": pauses,
     }
@@ -318,6 +320,7 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
         device=str(within[-1].get("device", "")),
         parts=parts,
         lines=tuple(sorted(lines.items(), key=lambda each: -each[1])),
+        exchanges=max(0.0, mean("exchanges") - statistics.fmean(e[WAIT] for e in own or [NO_WAIT])),
         copied=mean("copied"),
         pageable=mean("pageable"),
         kernels=mean("kernels"),
@@ -381,7 +384,7 @@ def divided(
         seconds = {"compute": local - idle, kind: idle}
     else:
         return None
-    return {part: seconds.get(part, 0.0) / local for part in LOCAL}
+    return {part: seconds.get(part, 0.0) / local for part in (*LOCAL, "communication")}
 
 
 def trace_of(timing: Timing, traced: Mapping[int, Traced]) -> int | None:
@@ -399,7 +402,7 @@ def of_local(local: float, traced: Traced) -> Shares:
     if traced.device != "cuda":
         host = min(local, own["host"])
         return {"compute": local - host, "host": host}
-    working = own["compute"] + own["copies"]
+    working = own["compute"] + own["copies"] + traced.exchanges
     scale = min(1.0, local / working) if working else 1.0
     idle = max(0.0, local - working)
     asked = own["host"] + own["launches"]
@@ -410,6 +413,7 @@ def of_local(local: float, traced: Traced) -> Shares:
     return {
         "compute": own["compute"] * scale,
         "copies": own["copies"] * scale,
+        "communication": traced.exchanges * scale,
         "host": host,
         "launches": idle - host,
     }

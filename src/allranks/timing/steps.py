@@ -278,9 +278,9 @@ class Split:
 def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> Split:
     """Separate communication from waiting for slower ranks; a row has the events of all ranks.
 
-    The parts are those of the median rank, and sum to its steps. The time that the slowest rank
-    waits longer for its data counts as data, and the time that it spends longer around an exchange
-    as communication, whoever has to wait for it.
+    The parts are those of the median rank, and sum to its steps. The time that the last rank to
+    come waits longer for its data counts as data, and the time that the slowest one spends longer
+    around an exchange as communication, whoever has to wait for it.
     """
     ranks = range(len(rows[0]))
     waits = [[math.fsum(inner_waits(event)) for event in row] for row in rows]
@@ -294,7 +294,8 @@ def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> 
     middle = others[len(others) // 2] if is_met else 0
     mine, theirs = phases[middle], phases[slowest]
     straggler = max(0.0, inner[middle] - took)
-    late_data = min(straggler, max(0.0, theirs[DATA] - mine[DATA]))
+    late_data = statistics.fmean(map(late_for_data, rows, waits, itertools.repeat(middle)))
+    late_data = min(straggler, late_data)
     # A rank's own part of its waits: what it does before and after the exchanges themselves.
     excess = {phase: theirs[phase] - mine[phase] for phase in PHASES if phase != WAIT}
     excess["comm"] = (theirs[WAIT] - inner[slowest]) - (mine[WAIT] - inner[middle])
@@ -326,6 +327,13 @@ def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> 
         statistics.fmean(late),
         middle,
     )
+
+
+def late_for_data(row: Sequence[Event], waits: Sequence[float], middle: int) -> float:
+    """How long a rank waits in a step because the last one to come has waited for its data."""
+    last = min(range(len(row)), key=lambda r: waits[r])
+    longer = float(row[last][DATA] - row[middle][DATA])
+    return max(0.0, min(waits[middle] - waits[last], longer))
 
 
 def is_longer(differences: Sequence[float], least: float) -> bool:
