@@ -10,7 +10,7 @@ from tests.scripts import run_script
 
 from allranks.doctor.finding import Finding
 from allranks.doctor.slow import slow
-from allranks.timing.verdict import Thresholds
+from allranks.timing.limits.facts import Thresholds
 
 pytestmark = pytest.mark.ranks
 

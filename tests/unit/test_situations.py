@@ -30,9 +30,9 @@ from allranks.report.facts import read_run
 from allranks.report.tables import show_report
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
+from allranks.timing.limits.facts import Thresholds
 from allranks.timing.remarks import remarks
 from allranks.timing.result import result
-from allranks.timing.verdict import Thresholds
 from allranks.watch import page_data
 from allranks.watch.draw import Scene, about_run
 from allranks.watch.live import Watcher

@@ -15,8 +15,9 @@ from allranks.doctor.finding import Finding
 from allranks.doctor.slow import slow
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
-from allranks.timing.advice import SAYING, nccl_lines
-from allranks.timing.verdict import Thresholds
+from allranks.timing.limits import SAYING
+from allranks.timing.limits.facts import Thresholds
+from allranks.timing.limits.ranks import nccl_lines
 
 SOCKET = "n1:7 NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>"
 OFF = "n1:7 NCCL INFO NCCL_IB_DISABLE set by environment to 1."

@@ -369,7 +369,7 @@ def test_a_page_left_open_reads_each_log_once(
     """The doctor is asked again and again about a run that goes on."""
     monkeypatch.setattr("allranks.watch.hub.DIAGNOSE_SECONDS", 0.0)
     monkeypatch.setattr("allranks.watch.questions.TIMES_ITS_ANSWER", 0)
-    monkeypatch.setattr("allranks.timing.advice.LOG_BYTES", 64)
+    monkeypatch.setattr("allranks.timing.limits.ranks.LOG_BYTES", 64)
     num_read = dict.fromkeys(range(live.ranks), 0)
 
     class Counted(io.BufferedReader):

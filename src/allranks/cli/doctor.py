@@ -96,7 +96,7 @@ def print_diagnosis(
     from allranks.doctor.diagnose import diagnosis, doubts, without_findings
     from allranks.doctor.finding import as_json as to_objects
     from allranks.doctor.show import show_findings
-    from allranks.timing.verdict import Thresholds
+    from allranks.timing.limits.facts import Thresholds
 
     found = diagnosis(runs, subject, Thresholds.parse(limits), stalled)
     if as_json:

@@ -27,8 +27,8 @@ from allranks.run.events import to_json
 from allranks.run.failures import missing_in_words
 from allranks.run.folder import ODD, RunDir, State, find_run
 from allranks.run.record import EARLY_EVENTS, read_ranks
+from allranks.timing.limits.facts import Thresholds
 from allranks.timing.remarks import fingerprints, remarks, same_order, same_samples
-from allranks.timing.verdict import Thresholds
 
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")

@@ -8,8 +8,9 @@ from allranks.doctor.catalogue import finding
 from allranks.doctor.finding import Confidence, Evidence, Finding
 from allranks.doctor.log_search import num_lines
 from allranks.run.folder import RunDir
-from allranks.timing.advice import nccl_lines
-from allranks.timing.verdict import Thresholds, Verdict, judge
+from allranks.timing.limits.facts import Thresholds
+from allranks.timing.limits.ranks import nccl_lines
+from allranks.timing.verdict import Verdict, judge
 
 SOCKETS = "sockets-instead-of-infiniband"
 MOST_LINES = 4  # of a log, as evidence

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, read_both_ends, read_ranks
 from allranks.show.numbers import count, duration
-from allranks.timing.advice import facts_of, said_of
+from allranks.timing.limits import SAYING
+from allranks.timing.limits.facts import Facts, Thresholds
 from allranks.timing.mfu import utilisation
 from allranks.timing.shares import LIMITS, LOCAL, Measured, Shares, measure, rare_pauses
 from allranks.timing.steps import (
@@ -39,56 +39,10 @@ Limit = Literal[
     "too-short",
     "unknown",
 ]
-LEAST_GAIN = 1.1  # what gains less is not worth a change
 MOST_BYTES = 3 << 20  # of events, of all ranks together: takes a second on a busy machine
 LEAST_BYTES = 1 << 14  # of a rank
 TRACE_ERROR = 0.15  # of a share that a few traced steps show
 MOST_GAIN = 1000.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """The values from which something is a limit. Shares are of the time."""
-
-    data: float = 1 - 1 / LEAST_GAIN
-    straggler: float = 1 - 1 / LEAST_GAIN
-    comm: float = 1 - 1 / LEAST_GAIN
-    launches: float = 1 - 1 / LEAST_GAIN
-    host: float = 1 - 1 / LEAST_GAIN
-    copies: float = 1 - 1 / LEAST_GAIN
-    pauses: float = 1 - 1 / LEAST_GAIN
-    least_ms: float = 0.0  # of a step: a smaller cost is not worth a change
-    least_seconds: float = 0.0  # of measured steps
-    least_steps: float = ENOUGH_STEPS
-    slowest: float = 0.6  # share of the steps in which the same rank comes last
-    utilization: float = 80.0  # percent, where there is no trace
-    temperature: float = 83.0  # degrees Celsius
-    clock: float = 0.9  # of the GPU's fastest
-    balance: float = 1.1  # a rank's samples over the mean
-    busy: float = 0.7  # of a CPU, by each loader worker
-    memory: float = 0.5  # of the GPU's memory
-
-    @classmethod
-    def parse(cls, words: Sequence[str]) -> Thresholds:
-        """The defaults, changed by `key=value` words. Raises AllranksError."""
-        known = {each.name for each in dataclasses.fields(cls)}
-        changed: dict[str, float] = {}
-        for word in words:
-            key, _, value = word.partition("=")
-            try:
-                number = float(value)
-            except ValueError:
-                number = -1.0
-            if key not in known or not number >= 0:
-                raise AllranksError(
-                    f"{word} is not a threshold",
-                    fix=f"write KEY=NUMBER with one of {', '.join(sorted(known))}",
-                )
-            changed[key] = number
-        return cls(**changed)
-
-    def of(self, limit: str) -> float:
-        return float(getattr(self, "comm" if limit == "communication" else limit))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,9 +140,9 @@ def verdict_of(
     found = measure(records, measured, is_one_clock=is_one_clock, rare=rare)
     if found is None:
         return unknown("its steps do not say what they were spent on: the probe was off")
-    facts = facts_of(run, max(run.attempts()), records, found, limits)
+    facts = Facts(run=run, records=records, found=found, limits=limits)
     limit = limit_of(found.shares, found, limits)
-    said = said_of(limit, facts)
+    said = SAYING[limit](facts)
     verdict = Verdict(
         limit=limit,
         why=said.why,

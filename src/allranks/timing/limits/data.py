@@ -1,0 +1,102 @@
+"""What is said of a run that waits for its data: what its loader has, and what it lacks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from allranks.show.numbers import count, duration
+from allranks.timing.limits.facts import Facts, Said, device_means
+
+ONE_RANK = 0.05  # of a step: by how much one rank alone waits longer for data than twice the others
+ALL_CPUS = 0.9  # of a machine's: above this, none is left for more workers
+BURST = 0.8  # of the time for data: more in a few steps are workers that start
+
+
+def data(facts: Facts) -> Said:
+    seconds = facts.found.timing.data_seconds
+    worst = max(seconds, key=lambda rank: seconds[rank])
+    others = [took for rank, took in seconds.items() if rank != worst]
+    # One rank is to blame only if it waits much longer than every other.
+    least = ONE_RANK * facts.found.timing.step_seconds
+    is_one = bool(others) and seconds[worst] > 2 * max(others) + least
+    who = "it waits for its loader" if facts.is_alone else "ranks wait for their loaders"
+    who = f"rank {worst} waits for its loader" if is_one else who
+    because, cause, fix = loader_words(facts, worst, is_one=is_one)
+    beside = f" on rank {worst}, at most {duration(max(others))} on others" if others else ""
+    return Said(
+        why=f"{who} {facts.share('data')} of the time ({because})",
+        next=fix,
+        cause=cause,
+        evidence=f"data {duration(seconds[worst])}{beside}, {facts.of_step(facts.seconds('data'))}",
+        rank=worst if is_one else None,
+    )
+
+
+def loader_of(facts: Facts, rank: int) -> Mapping[str, Any] | None:
+    """What the training loader of a script is set to."""
+    said = facts.records[rank].others["loader"]
+    return said[-1] if said else None
+
+
+def workers_of(facts: Facts, rank: int) -> int | None:
+    record = facts.records[rank]
+    loader = loader_of(facts, rank) or record.start
+    if loader.get("num_workers") is not None:
+        return int(loader["num_workers"])
+    seen = [int(one["num_workers"]) for one in record.devices if "num_workers" in one]
+    return round(statistics.median(seen)) if seen else None
+
+
+def loader_words(facts: Facts, rank: int, *, is_one: bool) -> tuple[str, str, str]:
+    """Why a loader is slow, under which cause, and what to type."""
+    workers, cpus, per_node = workers_of(facts, rank), facts.cpus, facts.per_node
+    loader = loader_of(facts, rank) or {}
+    fair = max(2, (cpus or 4 * per_node) // per_node - 1)
+    node = facts.node_of(rank)
+    if workers == 0:
+        few = "too-few-workers" if not is_one else "data-bound"
+        return "no workers", few, more_workers(facts, fair, persistent_workers=True)
+    if workers is None:
+        return "how many workers it has is not known", "data-bound", staging(facts)
+    if cpus and workers * per_node > 2 * cpus:
+        many = f"{workers * per_node} workers share {cpus} CPUs"
+        return many, "too-many-workers", more_workers(facts, fair)
+    if loader.get("persistent_workers") is False and facts.found.burst > BURST:
+        again = f"its {count(workers, 'worker')} start anew in every epoch"
+        return again, "data-bound", "DataLoader(..., persistent_workers=True)"
+    if is_one:
+        there = f" of {node}" if node else ""
+        fix = f"look at the disk and the CPUs{there} (iostat -x 1, top), and at the files it reads"
+        return "the others hardly wait: its disk, CPUs or data differ", "data-bound", fix
+    means = device_means(facts.records[rank])
+    busy = means.get("workers_cpu", 0.0) / workers
+    if busy < facts.limits.busy:
+        known = f"its {count(workers, 'worker')} {'is' if workers == 1 else 'are'} waiting, too"
+        return known, "data-bound", staging(facts)
+    known = f"its {count(workers, 'worker')} {'is' if workers == 1 else 'are'} always busy"
+    if cpus and in_use(facts) > ALL_CPUS * cpus:
+        fix = "more CPUs per rank, or samples that take less to make (allranks bench data)"
+        return f"{known}, and so are all {cpus} CPUs", "too-few-workers", fix
+    return known, "too-few-workers", more_workers(facts, max(fair, workers + 1))
+
+
+def more_workers(facts: Facts, workers: int, **settings: Any) -> str:
+    if facts.is_task:
+        return f"data.num_workers={workers}; allranks bench data finds how many are needed"
+    more = "".join(f", {name}={value}" for name, value in settings.items())
+    return f"DataLoader(..., num_workers={workers}{more})"
+
+
+def staging(facts: Facts) -> str:
+    if facts.is_task:
+        return "data.stage=local keeps the data on the node's own disk; or data.num_workers=…"
+    return "stage: in the job file keeps the data on the node's own disk; allranks bench data"
+
+
+def in_use(facts: Facts) -> float:
+    """CPUs that the ranks of a node and their workers use."""
+    means = [device_means(one) for one in facts.records.values()]
+    each = [one.get("cpu", 0.0) + one.get("workers_cpu", 0.0) for one in means]
+    return sum(each) / max(1, len(facts.nodes))

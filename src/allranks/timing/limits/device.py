@@ -1,0 +1,140 @@
+"""What is said of a run whose device computes, is idle, or copies, and of pauses."""
+
+from __future__ import annotations
+
+from allranks.show.numbers import count, duration, percent, size
+from allranks.timing.limits.data import loader_of
+from allranks.timing.limits.facts import Facts, Said, device_means, hot
+
+
+def compute(facts: Facts) -> Said:
+    found, device = facts.found, "the GPU" if facts.found.is_gpu else "torch"
+    if found.typical is not None:
+        busy = found.shares["compute"] + found.shares["copies"] * found.is_gpu
+        why = f"{device} computes {percent(busy, 0)} of the time, and nothing else takes much"
+    elif found.utilization is not None:
+        why = f"the GPU is in use {percent(found.utilization, 0)} of the time, by NVML"
+    else:
+        why = f"{facts.share('compute')} of the time is spent in forward, backward and update"
+    evidence = facts.of_step(facts.seconds("compute"))
+    if throttled := {rank: one for rank in facts.records if (one := hot(facts, rank))}:
+        rank, reason = next(iter(throttled.items()))
+        of = "" if facts.is_alone else f" of rank {rank}"
+        return Said(
+            why=f"{why}, but the GPU{of} is slow{reason.words.replace(' its GPU', ' it')}",
+            next=reason.fix,
+            cause=reason.cause,
+            evidence=evidence,
+            rank=None if facts.is_alone else rank,
+        )
+    what = "JOB.yaml" if facts.is_task else "-- python …"
+    more = f"allranks bench scaling {what} measures what more ranks would gain"
+    return Said(why=why, next=more if facts.is_alone else None, cause=None, evidence=evidence)
+
+
+def launches(facts: Facts) -> Said:
+    found, traced = facts.found, facts.found.typical
+    evidence = facts.of_step(facts.seconds("launches"))
+    if traced is None:
+        return idle(facts)
+    per = f"; {count(traced.kernels)} kernels a step" if traced.kernels else ""
+    return Said(
+        why=f"the GPU is idle {facts.share('launches')} of the time: its kernels are shorter than "
+        "their launch",
+        next=larger_kernels(facts),
+        cause="launch-bound",
+        evidence=f"launches {evidence}{per}",
+        is_sure=found.has_trace,
+    )
+
+
+def larger_kernels(facts: Facts) -> str:
+    if not facts.is_task:
+        return "model = torch.compile(model), a CUDA graph, or a larger batch"
+    if facts.records[min(facts.records)].start.get("compile"):
+        return "a larger micro_batch_size"
+    return "compile: true in the job file, or a larger micro_batch_size"
+
+
+def idle(facts: Facts) -> Said:
+    """A GPU that is often idle, by NVML alone."""
+    found, means = facts.found, [device_means(one) for one in facts.records.values()]
+    totals = [one["memory_peak"] / one["memory_total"] for one in means if one.get("memory_total")]
+    is_small = bool(totals) and max(totals) < facts.limits.memory
+    busy = percent(found.utilization, 0)
+    used = f"; at most {percent(max(totals), 0)} of its memory was in use" if totals else ""
+    fix = larger_kernels(facts) if is_small else "allranks run --profile 10 shows what it waits for"
+    why = f" ({found.problem})" if found.problem else ""
+    return Said(
+        why=f"the GPU is in use only {busy} of the time, by NVML; there is no trace{why}",
+        next=fix,
+        cause="small-batch" if is_small else "low-gpu-utilization",
+        evidence=f"GPU utilisation {busy} on average{used}",
+        is_sure=False,
+    )
+
+
+def host(facts: Facts) -> Said:
+    traced = facts.found.typical
+    if traced is None and facts.found.is_gpu:
+        return idle(facts)
+    line = traced.line if traced else None
+    evidence = facts.of_step(facts.seconds("host"))
+    share = facts.share("host")
+    if facts.found.is_gpu:
+        why = f"the GPU is idle {share} of the time while Python does something else"
+    else:
+        why = f"{share} of the time is spent outside torch"
+    fix = "move it out of the training loop, do it less often, or in another process"
+    if line is not None and traced is not None:
+        part = traced.lines[0][1] / max(traced.parts["host"], 1e-9)
+        mostly = "most of it" if part > 0.5 else f"{percent(min(1.0, part), 0)} of it"
+        why += f", {mostly} at {line}"
+        evidence += f"; {', '.join(f'{at} {duration(took)}' for at, took in traced.lines[:3])}"
+        fix = f"look at {line}: {fix}"
+        if facts.found.is_gpu:
+            fix += ", and leave out what waits for the GPU (.item(), .cpu(), print of a tensor)"
+    elif traced is None:
+        fix = "allranks run --profile 10 shows what the loop does there"
+    return Said(why=why, next=fix, cause="host-bound", evidence=f"host {evidence}", line=line)
+
+
+def copies(facts: Facts) -> Said:
+    traced = facts.found.typical
+    pageable = traced.pageable if traced else 0.0
+    copied = traced.copied if traced else 0.0
+    is_pageable = pageable > copied / 2
+    moved = f"; {size(copied)} a step, {size(pageable)} of it from or to pageable memory"
+    loader = loader_of(facts, min(facts.records))
+    if is_pageable and not (loader or {}).get("pin_memory"):
+        fix = "DataLoader(..., pin_memory=True) and batch.to(device, non_blocking=True)"
+    elif is_pageable:
+        fix = "tensor.pin_memory() before .to(device, non_blocking=True)"
+    else:
+        fix = "batch.to(device, non_blocking=True) one step ahead, and keep on the GPU what stays"
+    return Said(
+        why=f"copying to and from the GPU takes {facts.share('copies')} of the time"
+        + (", from pageable memory" if is_pageable else ", while nothing is computed"),
+        next=fix,
+        cause="copy-bound",
+        evidence=f"copies {facts.of_step(facts.seconds('copies'))}{moved if copied else ''}",
+    )
+
+
+def pauses(facts: Facts) -> Said:
+    found = facts.found
+    share = found.shares["pauses"]
+    is_evaluation = found.evaluation > share / 2
+    what = "evaluation takes" if is_evaluation else "saving, logging and the like take"
+    fix = "evaluate less often, or on less data" if is_evaluation else "save and log less often"
+    if facts.is_task and not is_evaluation:
+        every = (facts.run.job().get("checkpoint") or {}).get("every", "10m")
+        rarely = 10 * every if isinstance(every, int) else "1h"
+        fix = f"checkpoint.every={rarely} (now {every})"
+    return Said(
+        why=f"{what} {percent(share, 0)} of the time, between steps",
+        next=fix,
+        cause="pauses",
+        evidence=f"pauses {facts.of_step(facts.seconds('pauses'))}; evaluation "
+        f"{percent(found.evaluation, 0)} of the time",
+    )

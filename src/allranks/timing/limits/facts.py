@@ -1,0 +1,188 @@
+"""What the texts of a verdict are made of, and from which values on something is a limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from allranks.errors import AllranksError
+from allranks.run.folder import RunDir
+from allranks.run.record import RankRecord
+from allranks.show.numbers import count, duration, percent
+from allranks.timing.shares import Measured
+from allranks.timing.steps import ENOUGH_STEPS
+
+LEAST_GAIN = 1.1  # what gains less is not worth a change
+MOST_CPU_WAIT = 20.0  # percent of the time: more, and other work decides what is slow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """The values from which something is a limit. Shares are of the time."""
+
+    data: float = 1 - 1 / LEAST_GAIN
+    straggler: float = 1 - 1 / LEAST_GAIN
+    comm: float = 1 - 1 / LEAST_GAIN
+    launches: float = 1 - 1 / LEAST_GAIN
+    host: float = 1 - 1 / LEAST_GAIN
+    copies: float = 1 - 1 / LEAST_GAIN
+    pauses: float = 1 - 1 / LEAST_GAIN
+    least_ms: float = 0.0  # of a step: a smaller cost is not worth a change
+    least_seconds: float = 0.0  # of measured steps
+    least_steps: float = ENOUGH_STEPS
+    slowest: float = 0.6  # share of the steps in which the same rank comes last
+    utilization: float = 80.0  # percent, where there is no trace
+    temperature: float = 83.0  # degrees Celsius
+    clock: float = 0.9  # of the GPU's fastest
+    balance: float = 1.1  # a rank's samples over the mean
+    busy: float = 0.7  # of a CPU, by each loader worker
+    memory: float = 0.5  # of the GPU's memory
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Thresholds:
+        """The defaults, changed by `key=value` words. Raises AllranksError."""
+        known = {each.name for each in dataclasses.fields(cls)}
+        changed: dict[str, float] = {}
+        for word in words:
+            key, _, value = word.partition("=")
+            try:
+                number = float(value)
+            except ValueError:
+                number = -1.0
+            if key not in known or not number >= 0:
+                raise AllranksError(
+                    f"{word} is not a threshold",
+                    fix=f"write KEY=NUMBER with one of {', '.join(sorted(known))}",
+                )
+            changed[key] = number
+        return cls(**changed)
+
+    def of(self, limit: str) -> float:
+        return float(getattr(self, "comm" if limit == "communication" else limit))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """The texts of a verdict."""
+
+    why: str
+    next: str | None
+    cause: str | None
+    evidence: str = ""
+    rank: int | None = None
+    line: str | None = None
+    is_sure: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the texts are made of."""
+
+    run: RunDir
+    records: Mapping[int, RankRecord]
+    found: Measured
+    limits: Thresholds
+
+    @property
+    def attempt(self) -> int:
+        return max(self.run.attempts())
+
+    @cached_property
+    def info(self) -> Mapping[str, Any]:
+        return self.run.info()
+
+    @cached_property
+    def is_task(self) -> bool:
+        """Of allranks: the job file has the settings."""
+        return any(record.counts_on for record in self.records.values())
+
+    @property
+    def cpus(self) -> int | None:
+        """Of the machine that started the run."""
+        return (self.info.get("hardware") or {}).get("cpus_allotted")
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self.records) == 1
+
+    @cached_property
+    def nodes(self) -> dict[Any, list[int]]:
+        """The ranks of each node."""
+        found: dict[Any, list[int]] = {}
+        for rank, record in sorted(self.records.items()):
+            found.setdefault(record.start.get("host"), []).append(rank)
+        return found
+
+    @property
+    def per_node(self) -> int:
+        return max(map(len, self.nodes.values()))
+
+    def node_of(self, rank: int) -> str | None:
+        """The rank's node if there are others."""
+        host = self.records[rank].start.get("host")
+        return host if len(self.nodes) > 1 else None
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether every thread that computes has a CPU of its own, as far as is known."""
+        waits = [one.mean("cpu_wait", of=one.devices) or 0.0 for one in self.records.values()]
+        if max(waits) > MOST_CPU_WAIT:
+            return False
+        if self.cpus is None or self.found.is_gpu:
+            return True
+        threads = [threads_of(record) for record in self.records.values()]
+        return self.per_node * max(1, *threads) <= self.cpus
+
+    def share(self, part: str) -> str:
+        return percent(self.found.shares[part], 0)
+
+    def of_step(self, seconds: float) -> str:
+        timing = self.found.timing
+        return (
+            f"{duration(seconds)} of {duration(self.found.step_seconds)} a step, "
+            f"average of {timing.window}"
+        )
+
+    def seconds(self, part: str) -> float:
+        return self.found.shares[part] * self.found.step_seconds
+
+
+def threads_of(record: RankRecord) -> int:
+    """Of torch in a rank, if it says so."""
+    said = [one["threads"] for one in record.others["recorder"] if "threads" in one]
+    return int(record.start.get("threads") or (said[-1] if said else 1))
+
+
+def device_means(record: RankRecord) -> dict[str, float]:
+    """Means over a rank's `device` events; without those that they lack."""
+    names = (
+        *("cpu", "workers_cpu", "utilization", "temperature", "clock", "clock_max"),
+        *("memory_peak", "memory_total", "power", "power_limit"),
+    )
+    found = {name: record.mean(name, of=record.devices) for name in names}
+    return {name: mean for name, mean in found.items() if mean is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why one rank is slower than the others."""
+
+    words: str  # what follows "the others wait for rank 1 57% of the time"
+    cause: str
+    fix: str
+    line: str | None = None
+
+
+def hot(facts: Facts, rank: int) -> Reason | None:
+    """A GPU that is hot and runs below its full clock rate."""
+    means, node = device_means(facts.records[rank]), facts.node_of(rank)
+    clock = means.get("clock", 1.0) / (means.get("clock_max") or 1.0)
+    if means.get("temperature", 0.0) < facts.limits.temperature or clock >= facts.limits.clock:
+        return None
+    at = f"{count(means['temperature'])} °C, at {percent(clock, 0)} of its clock"
+    fix = "tell the site that its cooling is insufficient"
+    fix += f"; until then #SBATCH --exclude={node}" if node else ""
+    return Reason(words=f": its GPU is hot ({at})", cause="thermal-throttling", fix=fix)

@@ -1,0 +1,202 @@
+"""What is said of ranks that exchange data for long, or wait for one of them."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+from allranks.run import files
+from allranks.run.record import RankRecord
+from allranks.show.numbers import count, duration, percent, ratio
+from allranks.timing.limits.facts import Facts, Reason, Said, hot
+from allranks.timing.slow_rank import slow_rank_reason
+from allranks.timing.steps import ENOUGH_STEPS, SLOWER_IN
+from allranks.timing.timeline import BACKWARD, FORWARD
+
+HEAVY = 1.5  # times a light step's forward pass
+ALIKE = 0.8  # how closely forward and backward passes grow together
+HEAVIER, ALIKE_FACTORS = 1.15, 1.3  # times the others' passes, and how far two such factors differ
+OWN_PART = 0.3  # of what others wait for a rank: a part of its time that explains as much is named
+LOG_BYTES = 1 << 18  # of the beginning of a log, where NCCL names its network
+NCCL_LINES = re.compile(
+    r"NCCL INFO .*(?:Using network|NET/Socket|NET/IB|NCCL_IB_DISABLE|NCCL_NET\b|No device found)"
+)
+
+
+def communication(facts: Facts) -> Said:
+    steps = [record.mean("samples") for record in facts.records.values()]
+    samples = statistics.fmean(each or 0.0 for each in steps)
+    few = f", with {count(samples)} samples per rank" if samples else ""
+    share = facts.share("communication")
+    evidence = f"comm {facts.of_step(facts.seconds('communication'))}"
+    if (sockets := sockets_words(facts)) is not None:
+        why = f"exchanging data between nodes takes {share} of the time: {SOCKETS}"
+        cause = "sockets-instead-of-infiniband"
+        return Said(why=why, next=sockets, cause=cause, evidence=evidence)
+    fix = "with model.no_sync(): on all but every 4th batch, a larger batch, or fewer ranks"
+    if facts.is_task:
+        fix = "a larger batch_size (which changes the training), or fewer ranks"
+    return Said(
+        why=f"exchanging data between ranks takes {share} of the time{few}",
+        next=f"{fix}; allranks bench comm measures the network",
+        cause="communication-bound",
+        evidence=evidence,
+    )
+
+
+SOCKETS = "NCCL uses sockets, not InfiniBand"
+LogLine = tuple[str, int, str]  # file, number, text
+
+
+def sockets_words(facts: Facts) -> str | None:
+    """What to do about NCCL over TCP between nodes; None where that is not seen."""
+    if len(facts.nodes) < 2:
+        return None
+    lines = nccl_lines(facts.run.log(facts.attempt, rank) for rank in facts.records)
+    texts = [text for *_, text in lines]
+    if not any("NET/Socket" in text or "network Socket" in text for text in texts):
+        return None
+    if any("NCCL_IB_DISABLE" in text for text in texts):
+        return "unset NCCL_IB_DISABLE"
+    return "allranks doctor on the nodes checks InfiniBand"
+
+
+def nccl_lines(logs: Iterable[Path]) -> tuple[LogLine, ...]:
+    """What NCCL prints about its network, from the first log that has any of it."""
+    for log in logs:
+        with suppress(OSError):
+            if found := _nccl_lines(log, min(LOG_BYTES, log.stat().st_size)):
+                return found
+    return ()
+
+
+@lru_cache(maxsize=1024)  # the beginning of a log does not change
+def _nccl_lines(log: Path, num_bytes: int) -> tuple[LogLine, ...]:
+    with files.open_file(log) as file:
+        text = file.read(num_bytes).decode(errors="replace")
+    return tuple(
+        (str(log), number, line.strip()[:400])
+        for number, line in enumerate(text.splitlines(), start=1)
+        if NCCL_LINES.search(line)
+    )
+
+
+def straggler(facts: Facts) -> Said:
+    timing, share = facts.found.timing, facts.share("straggler")
+    rank = timing.slowest_rank
+    evidence = f"waiting {facts.of_step(facts.seconds('straggler'))}; {timing.slowest_words}"
+    if rank is None or timing.slowest_share < facts.limits.slowest:
+        return taking_turns(facts, evidence)
+    reason, node = slow_because(facts, rank), facts.node_of(rank)
+    there = f" on {node}" if node else ""
+    return Said(
+        why=f"the others wait for rank {rank}{there} {share} of the time{reason.words}",
+        next=reason.fix,
+        cause=reason.cause,
+        evidence=evidence,
+        rank=rank,
+        line=reason.line,
+    )
+
+
+def taking_turns(facts: Facts, evidence: str) -> Said:
+    """Ranks that wait for whichever is the slowest in a step."""
+    share = facts.share("straggler")
+    works = [uneven_work(record, facts) for record in facts.records.values()]
+    known = [work for work in works if work is not None]
+    if len(known) == len(works):
+        least, most = (duration(statistics.fmean(edge)) for edge in zip(*known, strict=True))
+        return Said(
+            why=f"ranks wait {share} of the time for the longest batch: batches differ in length",
+            next="bucket by length: in each step, give all ranks samples of similar length",
+            cause="uneven-lengths",
+            evidence=f"{evidence}; a forward pass takes {least} to {most}, and a backward pass "
+            "grows with it",
+        )
+    return Said(
+        why=f"ranks wait {share} of the time for whichever is slowest",
+        next="group samples by length if lengths differ; otherwise look for other work on the "
+        "nodes (top, nvidia-smi)",
+        cause="uneven-steps",
+        evidence=evidence,
+        is_sure=False,
+    )
+
+
+def slow_because(facts: Facts, rank: int) -> Reason:
+    """The first reason that explains it: its work, its GPU, its own code."""
+    samples = {one: record.mean("samples") or 0.0 for one, record in facts.records.items()}
+    average = statistics.fmean(samples.values())
+    if average and samples[rank] >= facts.limits.balance * average:
+        more = percent(samples[rank] / average - 1, 0)
+        fix = "give every rank the same number of samples: DistributedSampler"
+        words = f": it has {more} more samples than average"
+        return Reason(words=words, cause="unbalanced-data", fix=fix)
+    return hot(facts, rank) or on_its_machine(facts, rank) or own_code(facts, rank)
+
+
+def on_its_machine(facts: Facts, rank: int) -> Reason | None:
+    """What is different about the rank's GPU and CPUs."""
+    reason, node = slow_rank_reason(facts.records, rank), facts.node_of(rank)
+    if reason is None:
+        return None
+    cause = "thermal-throttling" if reason.kind == "temperature" else "slow-rank"
+    fix = reason.fix + (f"; until then #SBATCH --exclude={node}" if node else "")
+    return Reason(words=f": {reason.text}", cause=cause, fix=fix)
+
+
+def own_code(facts: Facts, rank: int) -> Reason:
+    """What a slow rank does longer than the others, and the line if it is the host's."""
+    timing, traced, typical = facts.found.timing, facts.found.traced, facts.found.typical
+    part = timing.slowest_part or ""
+    where = f": it is slower in {SLOWER_IN.get(part, part)}" if part else ""
+    if (factor := heavier(facts, rank)) is not None:
+        where = f": its forward and backward passes both take {ratio(factor)} as long"
+    fix = "look for other work there (top, nvidia-smi), and for code that only this rank runs"
+    mine = traced.get(rank)
+    if mine is not None and typical is not None and typical is not mine:
+        others = dict(typical.lines)
+        lines = [(took - others.get(at, 0.0), at) for at, took in mine.lines]
+        longer = mine.parts["host"] - typical.parts["host"]
+        if lines and longer >= OWN_PART * timing.late_seconds:
+            line = max(lines)[1]
+            fix = f"look at {line}, where this rank alone spends its time"
+            words = f": it does something else, at {line}"
+            return Reason(words=words, cause="slow-rank", fix=fix, line=line)
+    if factor is not None:
+        fix = f"compare its samples with the others' (their lengths); otherwise {fix}"
+    return Reason(words=where, cause="slow-rank", fix=fix)
+
+
+def heavier(facts: Facts, rank: int) -> float | None:
+    """How many times as long a rank's passes take, if both do: its samples may be longer."""
+    first, middle = facts.found.timing.first_step, facts.found.timing.middle_rank
+    factors = []
+    for phase in (FORWARD, BACKWARD):
+        means = []
+        for one in (rank, rank if middle is None else middle):
+            steps = facts.records[one].timed_steps
+            means.append(statistics.fmean(steps[n][phase] for n in steps if n >= first))
+        factors.append(means[0] / means[1] if means[1] else 0.0)
+    is_alike = max(factors) <= ALIKE_FACTORS * min(factors)
+    return statistics.fmean(factors) if min(factors) >= HEAVIER and is_alike else None
+
+
+def uneven_work(record: RankRecord, facts: Facts) -> tuple[float, float] | None:
+    """Seconds of the forward pass in light and in heavy steps; None if all are alike.
+
+    A heavy batch has a longer backward pass, too; other work on the node does not cause that.
+    """
+    first = facts.found.timing.first_step
+    steps = [event for number, event in record.timed_steps.items() if number >= first]
+    parts = [(one[FORWARD], one[BACKWARD]) for one in steps if FORWARD in one and BACKWARD in one]
+    forward, backward = zip(*parts, strict=True) if len(parts) >= ENOUGH_STEPS else ((), ())
+    if len({*forward}) < 2 or len({*backward}) < 2:
+        return None
+    least, *_, most = statistics.quantiles(forward, n=10)
+    is_work = statistics.correlation(forward, backward) >= ALIKE
+    return (least, most) if is_work and most >= HEAVY * least else None
