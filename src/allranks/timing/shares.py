@@ -130,7 +130,9 @@ def measure(
     }
     is_gpu = is_gpu or any(one.device == "cuda" for one in traced.values())
     utilization = None if traced or not is_gpu else mean_utilization(records)
-    division = divided(timing, traced, utilization)
+    middle = cleaned.steps[min(steps) if timing.middle_rank is None else timing.middle_rank]
+    usual = statistics.median(local_seconds(event) for event in middle.values())
+    division = divided(timing, usual, traced, utilization)
     ends = [len(numbers) * n // SURE_BLOCKS for n in range(SURE_BLOCKS + 1)]
     blocks = [numbers[a:b] for a, b in itertools.pairwise(ends) if b > a]
     shares = shares_of(cleaned, numbers, timing, division)
@@ -368,11 +370,17 @@ def mean_utilization(records: Mapping[int, RankRecord]) -> float | None:
 
 
 def divided(
-    timing: Timing, traced: Mapping[int, Traced], utilization: float | None
+    timing: Timing, usual: float, traced: Mapping[int, Traced], utilization: float | None
 ) -> Shares | None:
-    """How local work divides: shares of it that sum to 1; None where nothing shows it."""
+    """How local work divides: shares of it that sum to 1; None where nothing shows it.
+
+    `usual`: seconds of it in the median step. On a GPU idle time is what is left of a step: not of
+    the few that were much longer, for example to compile.
+    """
     parts = timing.parts or {}
     local = parts["compute"] + parts["other"]
+    if any(one.device == "cuda" for one in traced.values()):
+        local = min(local, usual)
     if not local:
         return None
     rank = trace_of(timing, traced)

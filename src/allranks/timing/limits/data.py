@@ -52,17 +52,19 @@ def workers_of(facts: Facts, rank: int) -> int | None:
 def loader_words(facts: Facts, rank: int, *, is_one: bool) -> tuple[str, str, str]:
     """Why a loader is slow, under which cause, and what to type."""
     workers, cpus, per_node = workers_of(facts, rank), facts.cpus, facts.per_node
-    loader = loader_of(facts, rank) or {}
     fair = max(2, (cpus or 4 * per_node) // per_node - 1)
-    node = facts.node_of(rank)
-    if workers == 0:
-        few = "too-few-workers" if not is_one else "data-bound"
-        return "no workers", few, more_workers(facts, fair, persistent_workers=True)
     if workers is None:
         return "how many workers it has is not known", "data-bound", staging(facts)
+    is_full = cpus is not None and in_use(facts) > ALL_CPUS * cpus
+    full = "more CPUs per rank, or samples that take less to make (allranks bench data)"
+    if workers == 0:
+        few = "too-few-workers" if not is_one else "data-bound"
+        more = more_workers(facts, fair, persistent_workers=True)
+        return "no workers", few, full if is_full else more
     if cpus and workers * per_node > 2 * cpus:
         many = f"{workers * per_node} workers share {cpus} CPUs"
         return many, "too-many-workers", more_workers(facts, fair)
+    loader, node = loader_of(facts, rank) or {}, facts.node_of(rank)
     if loader.get("persistent_workers") is False and facts.found.burst > BURST:
         again = f"its {count(workers, 'worker')} start anew in every epoch"
         return again, "data-bound", "DataLoader(..., persistent_workers=True)"
@@ -70,16 +72,14 @@ def loader_words(facts: Facts, rank: int, *, is_one: bool) -> tuple[str, str, st
         there = f" of {node}" if node else ""
         fix = f"look at the disk and the CPUs{there} (iostat -x 1, top), and at the files it reads"
         return "the others hardly wait: its disk, CPUs or data differ", "data-bound", fix
-    means = device_means(facts.records[rank])
-    busy = means.get("workers_cpu", 0.0) / workers
-    if busy < facts.limits.busy:
-        known = f"its {count(workers, 'worker')} {'is' if workers == 1 else 'are'} waiting, too"
-        return known, "data-bound", staging(facts)
-    known = f"its {count(workers, 'worker')} {'is' if workers == 1 else 'are'} always busy"
-    if cpus and in_use(facts) > ALL_CPUS * cpus:
-        fix = "more CPUs per rank, or samples that take less to make (allranks bench data)"
-        return f"{known}, and so are all {cpus} CPUs", "too-few-workers", fix
-    return known, "too-few-workers", more_workers(facts, max(fair, workers + 1))
+    busy = device_means(facts.records[rank]).get("workers_cpu", 0.0) / workers
+    known = f"its {count(workers, 'worker')} {'is' if workers == 1 else 'are'}"
+    if busy < facts.limits.busy:  # more of them wait at the same time
+        more = more_workers(facts, fair) if workers < fair else staging(facts)
+        return f"{known} waiting, too", "data-bound", more
+    if is_full:
+        return f"{known} always busy, and so are all {cpus} CPUs", "too-few-workers", full
+    return f"{known} always busy", "too-few-workers", more_workers(facts, max(fair, workers + 1))
 
 
 def more_workers(facts: Facts, workers: int, **settings: Any) -> str:
