@@ -154,6 +154,13 @@ def test_traced_steps_that_differ_from_the_others_make_nothing_sure(tmp_path: Pa
     assert (found.limit, found.sure) == ("host", False)
 
 
+def test_what_only_tracing_may_have_caused_is_not_sure(tmp_path: Path) -> None:
+    """Traced steps are idle for twice as long: either of two may be the longer one elsewhere."""
+    shown = {0: gpu_trace(20.0, host=70.0, launches=90.0)}
+    found = verdict_of(planted(tmp_path, HEALTHY, traces=shown))
+    assert (found.limit, found.sure) == ("host", False)
+
+
 def test_a_gpu_without_a_trace_is_judged_by_nvml_and_never_surely(tmp_path: Path) -> None:
     def idle(rank: int) -> list[Event]:
         use = {"event": "device", "utilization": 40.0, "memory_peak": 8e9, "memory_total": 80e9}

@@ -24,6 +24,7 @@ Shares = dict[str, float]
 
 LIMITS = ("compute", "launches", "host", "copies", "data", "communication", "straggler", "pauses")
 LOCAL = ("compute", "launches", "host", "copies")  # what only a trace can divide
+DOUBT = "doubt"  # how much of the host's time and of launches may be otherwise
 FAR = 0.3  # of a usual step: by how much a step's `other` exceeds the usual one in a pause
 FEW = 0.25  # of the steps: what happens more often is part of the steps
 PLACES, PLACE_BYTES = 12, 1 << 14  # of a long file, where steps are read to see how long one takes
@@ -64,6 +65,7 @@ class Measured:
     problem: str | None = None  # why there is no trace
     is_gpu: bool = False
     utilization: float | None = None  # of the GPUs, by NVML, where there is no trace
+    doubt: float = 0.0  # how much of the shares of host and launches may be otherwise
     burst: float = 0.0  # of the time for data: how much of it falls into a few steps
 
     @property
@@ -149,6 +151,7 @@ def measure(
         problem=next((why for one in records.values() if (why := problem_of(one))), None),
         is_gpu=is_gpu,
         utilization=utilization,
+        doubt=math.fsum(shares[part] for part in LOCAL) * (division or {}).get(DOUBT, 0.0),
         burst=burst_of([own[n][DATA] for own in cleaned.steps.values() for n in numbers]),
     )
 
@@ -392,7 +395,7 @@ def divided(
         seconds = {"compute": local - idle, kind: idle}
     else:
         return None
-    return {part: seconds.get(part, 0.0) / local for part in (*LOCAL, "communication")}
+    return {part: seconds.get(part, 0.0) / local for part in (*LOCAL, "communication", DOUBT)}
 
 
 def trace_of(timing: Timing, traced: Mapping[int, Traced]) -> int | None:
@@ -413,15 +416,15 @@ def of_local(local: float, traced: Traced) -> Shares:
     working = own["compute"] + own["copies"] + traced.exchanges
     scale = min(1.0, local / working) if working else 1.0
     idle = max(0.0, local - working)
-    asked = own["host"] + own["launches"]
-    if asked <= idle:
-        host = idle * own["host"] / asked if asked else idle
-    else:  # tracing makes launches longer, and little else
-        host = min(idle, own["host"])
+    seen = own["host"] + own["launches"]
+    likely = idle * own["host"] / seen if seen else idle
+    host = min(idle, max(own["host"], likely))
     return {
         "compute": own["compute"] * scale,
         "copies": own["copies"] * scale,
         "communication": traced.exchanges * scale,
         "host": host,
         "launches": idle - host,
+        # Where traced steps are idle for longer than others, nobody knows which of the two was not.
+        DOUBT: host - likely + max(0.0, idle - seen),
     }

@@ -239,4 +239,5 @@ def is_positive(found: Measured, weights: Mapping[str, float], more: float = 0.0
     each = [total(shares) for shares in found.blocks]
     error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.inf
     by_trace = TRACE_ERROR * max((found.shares[one] for one in weights if one in LOCAL), default=0)
+    by_trace += found.doubt * len(weights.keys() & {"host", "launches"})
     return total(found.shares) > SURE * error + by_trace
