@@ -17,8 +17,8 @@ from torch.compiler import is_compiling
 # Modules of the probe that hooks call.
 PARTS = (
     *("backward_pass", "batches", "data_loaders", "device_sampler", "fingerprints", "hooks"),
-    *("loaders", "model_inputs", "profile", "profilers", "recorder", "sampler", "samples"),
-    *("tracing", "window"),
+    *("loaders", "memory_use", "model_inputs", "profile", "profilers", "recorder", "sampler"),
+    *("samples", "tracing", "window"),
 )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from allranks.probe import hooks
 from allranks.probe.device_sampler import DeviceSampler
+from allranks.probe.memory_use import STATM, MemoryUse
 from allranks.probe.profile import VARIABLE as PROFILE
 from allranks.probe.profile import profile_if_asked
 from allranks.probe.profilers import Profilers
@@ -30,9 +31,12 @@ def start() -> None:
     hooks.install(recorder)
     os.register_at_fork(after_in_child=recorder.forget)
     DeviceSampler(recorder, env).begin_with_steps()
+    traces = env.get(TRACE) != "off"
+    if STATM.exists():  # Linux
+        MemoryUse(recorder, looks_for_lines=traces)
     if env.get(MEASURE):
         Window(recorder, int(env[MEASURE]))
-    if env.get(TRACE) != "off" or env.get(PROFILE):
+    if traces or env.get(PROFILE):
         profilers = Profilers(recorder)
-        if not profile_if_asked(recorder, profilers, env) and env.get(TRACE) != "off":
+        if not profile_if_asked(recorder, profilers, env) and traces:
             Tracer(recorder, profilers)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Span = Any
-Trace = Any
+from allranks.timing.trace import Span, Trace
+
 Shapes = Sequence[Sequence[int]]
 Formula = Callable[[Shapes, Sequence[str]], float]  # from all arguments: shapes, values
 

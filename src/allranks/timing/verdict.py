@@ -14,6 +14,7 @@ from allranks.run.record import RankRecord, read_both_ends, read_ranks
 from allranks.show.numbers import count, duration
 from allranks.timing.limits import SAYING
 from allranks.timing.limits.facts import Facts, Thresholds
+from allranks.timing.memory import growing_memory
 from allranks.timing.mfu import utilisation
 from allranks.timing.shares import LIMITS, LOCAL, Measured, Shares, measure, rare_pauses
 from allranks.timing.steps import (
@@ -116,6 +117,10 @@ def judge(
             measured = timing(run, records=records)
         return Judgement(
             verdict=verdict_of(run, measured, records, thresholds or Thresholds(), rare),
+            warnings=tuple(
+                Warning(kind="memory-grows", text=growth.text, line=growth.line)
+                for growth in growing_memory(records, run.info())
+            ),
             mfu=utilisation(records.values(), measured, run.info()),
         )
     except (KeyError, TypeError, ValueError, OSError):  # files that no rank has written

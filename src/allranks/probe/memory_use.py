@@ -1,0 +1,268 @@
+"""A rank's memory at the ends of steps, and the line that allocates what is never given back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tracemalloc
+import weakref
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+from typing import Any
+
+from allranks.probe.compilers import uncompiled
+from allranks.probe.recorder import Recorder
+from allranks.run.tracebacks import Frame
+from allranks.timing.memory import Point, Where, steady_growth
+from allranks.timing.timeline import DATA
+
+LEAST_SECONDS, SHARE = 0.1, 1 / 50  # between two samples, and of the time since the first
+CHECK_SECONDS, CHECK_FACTOR = 3.0, 1.5  # when to look for growth first, and how much later next
+WATCHED_STEPS, LATER_STEPS = 4, 2  # what is kept of the former by the end of the latter
+LEAST_SHARE = 0.3  # of the growth: what a line must keep to explain it
+MOST_LINES = 50_000  # that are followed: a script that runs more is left alone
+MOST_CALLS = 20  # of a stack in which an object is made, from the innermost outwards
+STATM = Path("/proc/self/statm")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class MemoryUse:
+    """Writes `memory` events, ever more rarely; if memory grows, finds out where."""
+
+    def __init__(self, recorder: Recorder, *, looks_for_lines: bool) -> None:
+        self.recorder = recorder
+        self.looks_for_lines = looks_for_lines
+        self._points: dict[Where, list[Point]] = {"host": [], "device": []}
+        self._first = self._last = 0.0
+        self._check = CHECK_SECONDS
+        self._watch: LineWatch | None = None
+        self._seen: set[Where] = set()
+        self._statm = os.open(STATM, os.O_RDONLY | os.O_CLOEXEC)
+        recorder.at_step.append(self.at_step)
+
+    def at_step(self, step: int) -> None:
+        if self._watch is not None:
+            with uncompiled():
+                self._follow(self._watch, step)
+            return
+        now = perf_counter()
+        self._first = self._first or now
+        if now - self._last < max(LEAST_SECONDS, SHARE * (now - self._first)):
+            return
+        self._last = now
+        self._sample(step, now)
+        if now - self._first > self._check:
+            self._check *= CHECK_FACTOR
+            if self.looks_for_lines:
+                with uncompiled():
+                    self._look_for_growth(step)
+
+    def _sample(self, step: int, now: float) -> None:
+        used: dict[Where, int] = {"host": self.host_bytes()}
+        if self.recorder.device is not None:
+            used["device"] = self.device_bytes()
+        for where, num_bytes in used.items():
+            self._points[where].append(Point(step, now, num_bytes))
+        self.recorder.write("memory", step=step, **used)
+
+    def _look_for_growth(self, step: int) -> None:
+        timeline = self.recorder.timeline
+        # Another trace, a benchmark, a debugger, a test of coverage: perhaps next time.
+        if timeline.kept is not None or self.recorder.is_measured or sys.gettrace() is not None:
+            return
+        for where, points in self._points.items():
+            growth = None if where in self._seen else steady_growth(points)
+            if growth is None:
+                continue
+            self._seen.add(where)
+            self._watch = LineWatch(where, growth[0], self.recorder)
+            timeline.traced.update(range(step + 1, step + 1 + WATCHED_STEPS + LATER_STEPS))
+            self._watch.start(sys._getframe())
+            return
+
+    def _follow(self, watch: LineWatch, step: int) -> None:
+        if not watch.next_step():
+            return
+        watch.stop()
+        self._watch = None
+        kept = watch.kept()
+        most = max(kept, key=lambda place: kept[place], default=None)
+        if most is not None and kept[most] >= LEAST_SHARE * watch.bytes_per_step:
+            file, number, is_loading = most
+            self.recorder.write(
+                "kept",
+                step=step,
+                where=watch.where,
+                line=f"{shown_path(file)}:{number}",
+                loading=is_loading,
+            )
+
+    def host_bytes(self) -> int:
+        """What this process uses alone."""
+        resident, shared = os.pread(self._statm, 128, 0).split()[1:3]
+        return (int(resident) - int(shared)) * PAGE
+
+    def device_bytes(self) -> int:
+        import torch
+
+        return int(torch.cuda.memory_allocated(self.recorder.device))
+
+
+Place = tuple[str, int, bool]  # file, line, and whether data is being loaded
+
+
+class LineWatch:
+    """Which lines of the user's code make what is still there some steps later.
+
+    Tensors are found among Python's youngest objects, after each line. Everything else that Python
+    allocates, and numpy's arrays, are known to tracemalloc.
+    """
+
+    def __init__(self, where: Where, bytes_per_step: float, recorder: Recorder) -> None:
+        self.where, self.bytes_per_step = where, bytes_per_step
+        self._timeline = recorder.timeline
+        self._step = 0
+        self._at: Place | None = None
+        self._tensors: dict[int, tuple[weakref.ref[Any], Place | None, int]] = {}
+        self._arrays: dict[Place, float] = {}
+        self._places: set[Place] = set()
+        self._num_lines = 0
+        self._own: dict[str, bool] = {}  # by file
+        self._frames: list[FrameType] = []
+        self._is_on = False
+        self._has_tracemalloc = False
+
+    def start(self, frame: FrameType | None) -> None:
+        self._harvest()  # what is there already
+        self._tensors.clear()
+        self._is_on = True
+        if self.where == "host" and not tracemalloc.is_tracing():
+            self._has_tracemalloc = True
+            tracemalloc.start(MOST_CALLS)
+        gc.callbacks.append(self._at_collection)
+        while frame is not None:
+            if self._is_own(frame) and frame.f_trace is None:
+                frame.f_trace = self._in_own
+                self._frames.append(frame)
+            frame = frame.f_back
+        sys.settrace(self._at_call)
+
+    def next_step(self) -> bool:
+        """A step has ended: whether it was the last one to be followed."""
+        self._step += 1
+        if self._step == WATCHED_STEPS and self._is_on:
+            self._stop_following()
+        return self._step >= WATCHED_STEPS + LATER_STEPS
+
+    def kept(self) -> dict[Place, float]:
+        """Bytes of a step that are still in use, by the line that made them."""
+        found: defaultdict[Place, float] = defaultdict(float, self._arrays)
+        seen: set[int] = set()
+        for reference, place, step in self._tensors.values():
+            tensor = reference()
+            # Not of the first step, which began somewhere in between.
+            if tensor is None or place is None or not step:
+                continue
+            with suppress(Exception):  # one without a storage
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in seen and (self.where == "device") == tensor.is_cuda:
+                    seen.add(storage.data_ptr())
+                    found[place] += storage.nbytes() / (WATCHED_STEPS - 1)
+        return found
+
+    def stop(self) -> None:
+        """Leave nothing behind."""
+        self._stop_following()
+        if self._has_tracemalloc:
+            self._has_tracemalloc = False
+            self._take_arrays()
+            tracemalloc.stop()
+
+    def _stop_following(self) -> None:
+        self._is_on = False
+        if sys.gettrace() == self._at_call:
+            sys.settrace(None)
+        if self._at_collection in gc.callbacks:
+            gc.callbacks.remove(self._at_collection)
+        for frame in self._frames:
+            frame.f_trace = None
+        self._frames.clear()
+
+    def _take_arrays(self) -> None:
+        steps = WATCHED_STEPS + LATER_STEPS
+        for one in tracemalloc.take_snapshot().statistics("traceback"):
+            own = [(at.filename, at.lineno) for at in one.traceback if self._is_file(at.filename)]
+            if own:
+                *_, (file, line) = own  # the innermost
+                place = (file, line, self._was_loading(file, line))
+                self._arrays[place] = self._arrays.get(place, 0.0) + one.size / steps
+
+    def _was_loading(self, file: str, line: int) -> bool:
+        return (file, line, True) in self._places
+
+    def _at_call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._in_own if self._is_on and self._is_own(frame) else None
+
+    def _in_own(self, frame: FrameType, event: str, arg: Any) -> Any:
+        try:
+            self._num_lines += 1
+            if not self._is_on or self._num_lines > MOST_LINES:
+                self._stop_following()
+                return None
+            self._harvest()
+            if event == "line":
+                self._at = self._place(frame)
+            elif event == "return":
+                self._at = self._caller(frame)
+        except Exception:  # Python would raise it in the script
+            self._stop_following()
+            return None
+        return self._in_own
+
+    def _at_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and self._is_on:
+            with suppress(Exception):
+                self._harvest()
+
+    def _harvest(self) -> None:
+        """Note the tensors that were made since the last line."""
+        import torch
+
+        for one in gc.get_objects(generation=0):
+            # Not isinstance, which may run code of the object.
+            if issubclass(type(one), torch.Tensor):
+                known = self._tensors.get(id(one))
+                if known is None or known[0]() is not one:
+                    self._tensors[id(one)] = (weakref.ref(one), self._at, self._step)
+
+    def _caller(self, frame: FrameType) -> Place | None:
+        back = frame.f_back
+        while back is not None and not self._is_own(back):
+            back = back.f_back
+        return None if back is None else self._place(back)
+
+    def _place(self, frame: FrameType) -> Place:
+        place = (frame.f_code.co_filename, frame.f_lineno, self._timeline.label == DATA)
+        self._places.add(place)
+        return place
+
+    def _is_own(self, frame: FrameType) -> bool:
+        return self._is_file(frame.f_code.co_filename)
+
+    def _is_file(self, file: str) -> bool:
+        """Whether it is the user's."""
+        known = self._own.get(file)
+        if known is None:
+            known = self._own[file] = Frame(file, 0, "").is_own
+        return known
+
+
+def shown_path(file: str) -> str:
+    """A path as the trace's lines have it: relative to the working directory, if it is below it."""
+    absolute = os.path.abspath(file)
+    relative = os.path.relpath(absolute)
+    return absolute if relative.startswith("..") else relative
