@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from allranks.run.record import RankRecord
-from allranks.show.numbers import duration, size
+from allranks.show.numbers import size
 
 LEAST_POINTS, LEAST_STEPS = 14, 20
 WARM_UP = 1 / 3  # of the steps
 BLOCKS = 6
-STEADY = 0.4  # the block that grows least, over the one that grows most
+STEADY = 0.5  # the block that grows least, over the one that grows most
 LEAST_BYTES = 16 << 20  # in all blocks together
 FULL_WITHIN = 3 * 86400.0  # seconds: what takes longer does no harm
 # Until its data was read once, a rank may keep what it reads, or results until the epoch's end.
@@ -49,8 +49,16 @@ class Growth:
     @property
     def text(self) -> str:
         per_step = f"{self.where} memory grows by {size(self.bytes_per_step)} a step"
-        full = f": full in about {duration(self.full_in)}" if self.full_in is not None else ""
+        full = f": full in about {in_words(self.full_in)}" if self.full_in is not None else ""
         return f"{per_step}{full}{f' ({self.line})' if self.line else ''}"
+
+
+def in_words(seconds: float) -> str:
+    """A time that is only roughly known."""
+    for unit, length in (("day", 86400.0), ("hour", 3600.0), ("minute", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}s"
+    return f"{max(1, round(seconds))} seconds"
 
 
 def growing_memory(records: Mapping[int, RankRecord], info: Mapping[str, Any]) -> list[Growth]:
