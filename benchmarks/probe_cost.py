@@ -2,6 +2,7 @@
 
     python benchmarks/probe_cost.py               # 8 minutes a row; exit code 1 if it takes more
     python benchmarks/probe_cost.py --pairs 1000 --ranks 1       # a first look
+    python benchmarks/probe_cost.py --trace      # 3 minutes: what a trace leaves behind
 
 An ordinary loop (DataLoader, AdamW, DDP on two ranks) trains with and without the probe, in turns,
 in the same process. Without it, torch has its own functions back; the hooks are not merely idle. A
@@ -21,6 +22,12 @@ stood still for it.
 torch function that it calls; the median over as many steps, in the same loop. A stopwatch that runs
 after milliseconds of matrix products takes microseconds itself, so the time that the same
 stopwatches show around empty functions, in turns with them, is subtracted and printed too.
+
+`--trace` compares two probes in the same way, one that traces steps and has made its first trace,
+and one that never does: at most 1.005x, and no claim if the interval is wider than 0.02. On a GPU
+if there is one. What both would share, a process in which a profiler has run, shows in
+`after/before`: steps of the second probe after the trace of the first, over those before it, with
+what 200 steps and the 200 after them differ by if nothing happens in between.
 """
 
 from __future__ import annotations
@@ -52,13 +59,17 @@ from torch.utils.data import TensorDataset
 from allranks.machine import allotted
 from allranks.probe import backward_pass, hooks
 from allranks.probe.device_sampler import SAMPLE_SECONDS, DeviceSampler
+from allranks.probe.profilers import Profilers
 from allranks.probe.recorder import Recorder
+from allranks.probe.tracing import Tracer
 from allranks.run.events import FLUSH_SECONDS
 
 MAX_RATIO, MAX_OWN_MICROSECONDS = 1.01, 50.0
+MAX_TRACE_RATIO, MAX_INTERVAL = 1.005, 0.02
 STEP_SECONDS = 0.005
 BATCH_SIZE, NUM_FEATURES = 32, 64
 WARM_UP_STEPS = 50
+STEPS_BESIDE_TRACE = 200
 WRITINGS = 20
 PAIRS_PER_ROUND, DRAWS = 20, 1000
 CORES_PER_RANK = 2
@@ -97,20 +108,22 @@ class Stopwatch:
         return call
 
 
-def training(width: int, turns: Turns) -> Iterator[None]:
+def training(width: int, turns: Turns, device: str = "cpu") -> Iterator[None]:
     """A loop as scripts have it; it pauses after every step."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(4096, NUM_FEATURES), torch.randn(4096, 1))
     model: nn.Module = nn.Sequential(
         nn.Linear(NUM_FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1)
-    )
+    ).to(device)
     if dist.is_initialized():
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
     for inputs, targets in turns.batches(data, BATCH_SIZE):
-        mse_loss(model(inputs), targets).backward()
+        mse_loss(model(inputs.to(device)), targets.to(device)).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if device != "cpu":
+            torch.cuda.synchronize()
         yield
 
 
@@ -121,14 +134,14 @@ def step_seconds(loop: Iterator[None]) -> float:
     return time.perf_counter() - started
 
 
-def width_of_step(seconds: float, turns: Turns) -> int:
+def width_of_step(seconds: float, turns: Turns, device: str = "cpu") -> int:
     """The width at which a step takes this long, by rank 0's clock; the same on all ranks."""
-    width = torch.tensor(128)
+    width = torch.tensor(128 if device == "cpu" else 8192)
     while True:
         # The shortest of several: a machine that is slow for a while would make the step too short.
         medians = []
         for _ in range(3):
-            loop = training(int(width), turns)
+            loop = training(int(width), turns, device)
             # Long enough for the process to have all its memory: steps are shorter from then on.
             steps = [step_seconds(loop) for _ in range(WARM_UP_STEPS + 200)]
             medians.append(statistics.median(steps[len(steps) // 2 :]))
@@ -137,13 +150,16 @@ def width_of_step(seconds: float, turns: Turns) -> int:
             dist.broadcast(step, src=0)
         if float(step) >= 0.98 * seconds:
             return int(width)
-        width += 64 if float(step) < 0.8 * seconds else 16
+        more = 64 if float(step) < 0.8 * seconds else 16
+        width += more if device == "cpu" else 16 * more
 
 
-def step_pairs(width: int, *functions: Functions, num_pairs: int) -> list[tuple[float, float]]:
+def step_pairs(
+    width: int, *functions: Functions, num_pairs: int, device: str = "cpu"
+) -> list[tuple[float, float]]:
     """Seconds of steps with the first of two sets of functions, and with the second."""
     turns = Turns(*functions)
-    loop = training(width, turns)
+    loop = training(width, turns, device)
     for number in (0, 1):
         turns.take(number)
         for _ in range(WARM_UP_STEPS):
@@ -237,13 +253,64 @@ def run_rank(num_pairs: int, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def start_ranks(num_ranks: int, num_pairs: int) -> dict[str, Any]:
+def trace_rank(num_pairs: int, folder: Path) -> None:
+    """In a rank: steps with a probe that has traced beside those with one that never does."""
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torchs, found = Functions.in_place(), dict[str, Any]()
+    width = width_of_step(STEP_SECONDS, Turns(torchs), device)
+    recorders = [Recorder(folder / name, 0) for name in ("traces", "never")]
+    Tracer(recorders[0], Profilers(recorders[0]))
+    events: list[str] = []
+    recorders[0].write = lambda event, **fields: events.append(event)  # type: ignore[method-assign]
+    probes = []
+    for recorder in recorders:
+        torchs.put()
+        probes.append(Functions.in_place(hooks.install(recorder)))
+    turns = Turns(*probes)
+    loop = training(width, turns, device)
+    turns.take(1)
+    for _ in range(WARM_UP_STEPS):
+        next(loop)
+    for name in ("earlier", "before"):
+        found[name] = [step_seconds(loop) for _ in range(STEPS_BESIDE_TRACE)]
+    turns.take(0)
+    while "trace" not in events:
+        next(loop)
+    turns.take(1)
+    for _ in range(WARM_UP_STEPS):
+        next(loop)
+    found["after"] = [step_seconds(loop) for _ in range(STEPS_BESIDE_TRACE)]
+    found["pairs"] = step_pairs(width, *probes, num_pairs=num_pairs, device=device)
+    found["device"] = device
+    (folder / "cost.json").write_text(json.dumps(found))
+
+
+def print_trace_cost(num_pairs: int) -> bool:
+    """Print what tracing costs after the first trace; whether that is as little as claimed."""
+    found = start_ranks(1, num_pairs, "--trace")
+    step = statistics.median(without for _, without in found["pairs"])
+    ratio, low, high = median_ratio(found["pairs"])
+    earlier, before, after = (statistics.median(found[n]) for n in ("earlier", "before", "after"))
+    is_met = ratio <= MAX_TRACE_RATIO and high - low <= MAX_INTERVAL
+    is_noise = low <= MAX_TRACE_RATIO
+    print(
+        f"{found['device']}, {1e3 * step:.2f} ms a step, after the first trace:"
+        f" trace/none {ratio:.4f} ({low:.4f} to {high:.4f}), at most {MAX_TRACE_RATIO};"
+        f" after/before {after / before:.4f}, nothing/nothing {before / earlier:.4f}:"
+        f" {'holds' if is_met else 'NOT SHOWN, noise' if is_noise else 'DOES NOT HOLD'}",
+        flush=True,
+    )
+    return is_met
+
+
+def start_ranks(num_ranks: int, num_pairs: int, *more: str) -> dict[str, Any]:
     """Start the ranks of one comparison and wait for rank 0's numbers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="allranks-benchmark-") as folder:
-        command = [sys.executable, __file__, "--pairs", str(num_pairs), "--folder", folder]
+        command = [sys.executable, __file__, "--pairs", str(num_pairs), "--folder", folder, *more]
         env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         env |= {"WORLD_SIZE": str(num_ranks), "OMP_WAIT_POLICY": "passive"}
         ranks = [
@@ -288,12 +355,15 @@ def main() -> int:
     parser.add_argument(
         "--ranks", type=int, action="append", help="default: 1, then 2 if cores suffice"
     )
+    parser.add_argument("--trace", action="store_true", help="only what a trace leaves behind")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     wanted = parser.parse_args()
     if wanted.folder:
-        run_rank(wanted.pairs, wanted.folder)
+        (trace_rank if wanted.trace else run_rank)(wanted.pairs, wanted.folder)
         return 0
     print(f"medians of {wanted.pairs:,} pairs of steps, with their 95% intervals")
+    if wanted.trace:
+        return 0 if print_trace_cost(wanted.pairs) else 1
     print(f"at most {MAX_OWN_MICROSECONDS:.0f} us of its own, and {MAX_RATIO}x")
     holds = True
     ranks = wanted.ranks or [1, 2]

@@ -4,6 +4,7 @@
     python benchmarks/verdicts.py --only host-3-ms    # one situation, or several
     python benchmarks/verdicts.py --gpu               # those of a GPU, 8 minutes
     python benchmarks/verdicts.py --traceml ~/traceml/bin/python   # beside TraceML, see below
+    python benchmarks/verdicts.py --quick             # only the verdicts, not what gains hold
     python benchmarks/verdicts.py --keep DIR          # what DIR has already does not run again
 
 Every situation of situations/table.py is a script with something planted in it: the scripts are in
@@ -231,8 +232,8 @@ def step_seconds(folder: Path) -> float | None:
 class Stage:
     """Where the scripts run: a folder each, with the stopwatch in every rank."""
 
-    def __init__(self, keep: Path | None, traceml: str | None) -> None:
-        self.traceml = traceml
+    def __init__(self, keep: Path | None, traceml: str | None, *, quick: bool) -> None:
+        self.traceml, self.quick = traceml, quick
         self.folder = keep or Path(tempfile.mkdtemp(prefix="allranks-verdicts-"))
         self.keep = keep is not None
 
@@ -336,6 +337,8 @@ class Stage:
         kept = self.folder / f"{situation.name}.json"
         if situation in WRITTEN:
             return self.write(situation)
+        if self.quick:
+            return self.play(situation)
         if not kept.is_file():
             row = self.play(situation)
             saved = {**vars(row), "situation": situation.name, "lines": sorted(row.lines)}
@@ -358,6 +361,8 @@ class Stage:
         row.run_dir = answer.get("run_dir", "")
         if ran.code or "verdict" not in answer:
             row.problem = f"exit code {ran.code}: {ran.output[-300:]}"
+        if self.quick:
+            return row
         if row.is_gain_right is not None:
             row.removed = self.under_allranks(situation, planted=False)[1].step_seconds
         row.bare = self.bare(situation).step_seconds
@@ -394,6 +399,7 @@ def table_row(row: Row) -> str:
     gain = f"{said['gain']:.2f}x" if said.get("gain") else ""
     off = f"{row.gain_off:.2f}" if row.gain_off is not None else "-"
     held = {None: "", True: off, False: f"{off} DOES NOT HOLD"}[row.is_gain_right]
+    held = held if row.removed else ""
     steps = (row.bare, row.planted, row.traceml.get("seconds"))
     times = " / ".join(f"{1e3 * one:.1f}" if one else "-" for one in steps)
     peer = {None: "", True: "right", False: "wrong"}[row.is_traceml_right]
@@ -416,7 +422,7 @@ def table_row(row: Row) -> str:
 def totals(rows: Sequence[Row]) -> tuple[list[str], bool]:
     """What was claimed, and whether all of it holds."""
     named = [row.is_named for row in rows if row.is_named is not None]
-    gains = [row.is_gain_right for row in rows if row.is_gain_right is not None]
+    gains = [row.is_gain_right for row in rows if row.removed and row.is_gain_right is not None]
     right = [row.is_right for row in rows]
     surely_wrong = sum(row.is_surely_wrong for row in rows)
     warned = sum(len(row.warnings) for row in rows if row.situation.is_healthy)
@@ -468,7 +474,7 @@ def main() -> int:
     traceml = options.traceml
     if not traceml and importlib.util.find_spec("traceml_ai"):
         traceml = sys.executable
-    stage = Stage(options.keep, traceml)
+    stage = Stage(options.keep, traceml, quick=options.quick)
     print(
         f"{platform.machine()}, {allotted.cpus_allotted()} cores, Python {sys.version.split()[0]}"
     )
@@ -515,6 +521,7 @@ def read_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", action="append", metavar="NAME", help="may be given repeatedly")
     parser.add_argument("--gpu", action="store_true", help="the situations of a GPU")
+    parser.add_argument("--quick", action="store_true", help="only the verdicts")
     parser.add_argument("--traceml", metavar="PYTHON", help="of an environment that has TraceML")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep scripts and runs there")
     parser.add_argument(
