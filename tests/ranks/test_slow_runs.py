@@ -68,9 +68,17 @@ class Diagnosis:
         return float(self.findings[0].title.partition("%")[0].split()[-1])
 
 
-def diagnose(tmp_path: Path, data: str = "0", work: str = "0.1", batch: str = "4") -> Diagnosis:
+def diagnose(
+    tmp_path: Path, data: str = "0", work: str = "0.1", batch: str = "4", *, trace: str = "off"
+) -> Diagnosis:
+    """`trace`: off, so that sleeping counts as computing."""
     text = SCRIPT.replace("DATA)", f"({data}))").replace("WORK)", f"{work})")
-    found = run_script(tmp_path, text.replace("batch_size=BATCH", f"batch_size={batch}"), 2)
+    found = run_script(
+        tmp_path,
+        text.replace("batch_size=BATCH", f"batch_size={batch}"),
+        2,
+        env={"ALLRANKS_TRACE": trace},
+    )
     assert found.exits == [0, 0], found.log(0)
     said = [found.said("took", rank)[-MEASURED_STEPS:] for rank in range(2)]
     ours, others = (
@@ -94,6 +102,11 @@ def test_a_run_without_delays_gives_none(tmp_path: Path) -> None:
         "uneven-lengths",
         "slow-rank",
     }, found
+
+
+def test_a_trace_shows_the_line_that_sleeps(tmp_path: Path) -> None:
+    (found, *_) = diagnose(tmp_path, trace="on").findings
+    assert found.cause == "host-bound" and "most of it at train.py:23" in found.title
 
 
 def test_slow_data_on_every_rank(tmp_path: Path) -> None:

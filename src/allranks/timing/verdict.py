@@ -14,6 +14,7 @@ from allranks.run.record import RankRecord, read_both_ends, read_ranks
 from allranks.show.numbers import count, duration
 from allranks.timing.limits import SAYING
 from allranks.timing.limits.facts import Facts, Thresholds
+from allranks.timing.limits.ranks import is_jitter
 from allranks.timing.memory import growing_memory
 from allranks.timing.mfu import utilisation
 from allranks.timing.shares import LIMITS, LOCAL, Measured, Shares, measure, rare_pauses
@@ -44,6 +45,7 @@ MOST_BYTES = 3 << 20  # of events, of all ranks together: takes a second on a bu
 LEAST_BYTES = 1 << 14  # of a rank
 TRACE_ERROR = 0.15  # of a share that a few traced steps show
 MOST_GAIN = 1000.0
+JITTER = 2.0  # times the border: so much waiting for each other in turns is usual on busy machines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ def verdict_of(
     if found is None:
         return unknown("its steps do not say what they were spent on: the probe was off")
     facts = Facts(run=run, records=records, found=found, limits=limits)
-    limit = limit_of(found.shares, found, limits)
+    limit = limit_of(facts)
     said = SAYING[limit](facts)
     verdict = Verdict(
         limit=limit,
@@ -205,12 +207,14 @@ def gain_of(share: float) -> float:
     return round(min(MOST_GAIN, 1 / max(1e-9, 1 - share)), 3)
 
 
-def limit_of(shares: Shares, found: Measured, limits: Thresholds) -> Limit:
+def limit_of(facts: Facts) -> Limit:
     """The part whose removal gains most; compute if none gains enough."""
-    least = limits.least_ms / 1e3 / found.step_seconds
-    enough = [
-        part for part in LIMITS[1:] if shares[part] >= max(limits.of(part), least) and shares[part]
-    ]
+    shares, limits = facts.found.shares, facts.limits
+    least = limits.least_ms / 1e3 / facts.found.step_seconds
+    borders = {part: max(limits.of(part), least) for part in LIMITS[1:]}
+    if shares["straggler"] >= borders["straggler"] and is_jitter(facts):
+        borders["straggler"] *= JITTER
+    enough = [part for part in borders if shares[part] and shares[part] >= borders[part]]
     best: Any = max(enough, key=lambda part: shares[part], default="compute")
     return best  # type: ignore[no-any-return]
 

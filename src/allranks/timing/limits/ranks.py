@@ -89,7 +89,7 @@ def straggler(facts: Facts) -> Said:
     timing, share = facts.found.timing, facts.share("straggler")
     rank = timing.slowest_rank
     evidence = f"waiting {facts.of_step(facts.seconds('straggler'))}; {timing.slowest_words}"
-    if rank is None or timing.slowest_share < facts.limits.slowest:
+    if rank is None or not has_culprit(facts):
         return taking_turns(facts, evidence)
     reason, node = slow_because(facts, rank), facts.node_of(rank)
     there = f" on {node}" if node else ""
@@ -103,13 +103,32 @@ def straggler(facts: Facts) -> Said:
     )
 
 
+def has_culprit(facts: Facts) -> bool:
+    """Whether the others wait for the same rank in most steps."""
+    timing = facts.found.timing
+    return timing.slowest_rank is not None and timing.slowest_share >= facts.limits.slowest
+
+
+def is_jitter(facts: Facts) -> bool:
+    """Whether ranks wait for each other in turns, for nothing that their batches explain."""
+    return not has_culprit(facts) and uneven_lengths(facts) is None
+
+
+def uneven_lengths(facts: Facts) -> tuple[float, float] | None:
+    """Seconds of the forward pass in light and in heavy steps; None if not all ranks have both."""
+    works = [uneven_work(record, facts) for record in facts.records.values()]
+    known = [work for work in works if work is not None]
+    if len(known) < len(works):
+        return None
+    least, most = (statistics.fmean(edge) for edge in zip(*known, strict=True))
+    return least, most
+
+
 def taking_turns(facts: Facts, evidence: str) -> Said:
     """Ranks that wait for whichever is the slowest in a step."""
     share = facts.share("straggler")
-    works = [uneven_work(record, facts) for record in facts.records.values()]
-    known = [work for work in works if work is not None]
-    if len(known) == len(works):
-        least, most = (duration(statistics.fmean(edge)) for edge in zip(*known, strict=True))
+    if (lengths := uneven_lengths(facts)) is not None:
+        least, most = map(duration, lengths)
         return Said(
             why=f"ranks wait {share} of the time for the longest batch: batches differ in length",
             next="bucket by length: in each step, give all ranks samples of similar length",
