@@ -19,8 +19,7 @@ from pathlib import Path
 from allranks.launch.backends import look
 from allranks.run.folder import RunDir, list_runs
 from allranks.run.run_state import Queue, RunState, look_at_run, unreadable
-from allranks.timing.steps import Timing
-from allranks.timing.verdict import Judgement, judge
+from allranks.timing.verdict import judge
 from allranks.watch.followed import ComparableRuns, Followed, modified, run_view
 from allranks.watch.questions import Questions
 from allranks.watch.reader import RunReader
@@ -112,7 +111,7 @@ class Watcher:
         self.stalled = stalled  # seconds without a step; None: judged by earlier steps
         self._now = now
         self._asking = Asking(ask)
-        self._judging = Questions(judgement_of, JUDGE_SECONDS)
+        self._judging = Questions(judge, JUDGE_SECONDS)
         self._followed: dict[str, Followed] = {}  # newest first
         self._newest: set[str] = set()
         self._find_due = 0.0
@@ -144,7 +143,7 @@ class Watcher:
         """Judge every run that is shown, now; `poll` judges those in `detail`, after a while."""
         for one in self._followed.values():
             if not one.is_hidden and has_steps(one.view):
-                one.judgement = judgement_of(one.run, one.measured)
+                one.judgement = judge(one.run, one.measured)
                 self._show(one)
 
     def shown(self, names: Collection[str]) -> list[tuple[RunDir, RunView]]:
@@ -320,11 +319,3 @@ class Watcher:
 
 def has_steps(view: RunView | None) -> bool:
     return view is not None and bool(view.step)
-
-
-def judgement_of(run: RunDir, measured: Timing | None = None) -> Judgement | None:
-    """What limits a run; None for files that no rank has written."""
-    try:
-        return judge(run, measured)
-    except Exception:  # its line and everything else about it is shown without
-        return None
