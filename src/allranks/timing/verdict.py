@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 from allranks.run.folder import RunDir
@@ -18,6 +22,7 @@ from allranks.timing.limits.ranks import is_jitter
 from allranks.timing.memory import growing_memory
 from allranks.timing.mfu import utilisation
 from allranks.timing.shares import LIMITS, LOCAL, Measured, Shares, measure, rare_pauses
+from allranks.timing.since import Earlier, comparable_before
 from allranks.timing.steps import (
     ENOUGH_STEPS,
     STOPPED_EARLY,
@@ -46,6 +51,8 @@ LEAST_BYTES = 1 << 14  # of a rank
 TRACE_ERROR = 0.15  # of a share that a few traced steps show
 MOST_GAIN = 1000.0
 JITTER = 2.0  # times the border: so much waiting for each other in turns is usual on busy machines
+MOST_EARLIER = 5  # runs that are judged to find one to compare with: most that do not fit are short
+EARLIER_BYTES = MOST_BYTES // 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,27 +113,56 @@ def judge(
     `measured`, `records`: if the caller has read them already.
     """
     try:
-        attempts = run.attempts()
-        if not attempts:
-            return Judgement(verdict=unknown("it has not started yet"))
-        rare = 0.0
-        if event_bytes(run) > MOST_BYTES:  # all commands judge by the same events
-            records, measured = read_ends_within(run, attempts[-1]), None
-            rare = rare_pauses(run.events(attempts[-1], min(records)))
-        elif records is None:
-            records = read_ranks(run, attempts[-1])
-        if measured is None:
-            measured = timing(run, records=records)
-        return Judgement(
-            verdict=verdict_of(run, measured, records, thresholds or Thresholds(), rare),
-            warnings=tuple(
-                Warning(kind="memory-grows", text=growth.text, line=growth.line)
-                for growth in growing_memory(records, run.info())
-            ),
-            mfu=utilisation(records.values(), measured, run.info()),
-        )
+        found, measured = _judge(run, measured, records, thresholds or Thresholds())
+        if found.verdict.shares and (before := _earlier(run.path)) is not None:
+            since = before.until(found.verdict.shares, measured.pace if measured else None)
+            return dataclasses.replace(found, since=since)
     except Exception:  # files that no rank has written: a run ends, and is shown, without a verdict
         return Judgement(verdict=unknown("its event files are not what a rank writes"))
+    return found
+
+
+def _judge(
+    run: RunDir,
+    measured: Timing | None,
+    records: Mapping[int, RankRecord] | None,
+    thresholds: Thresholds,
+    most: int = MOST_BYTES,
+) -> tuple[Judgement, Timing | None]:
+    """A run by itself, and what was measured of it. `most`: bytes of events to be read."""
+    attempts = run.attempts()
+    if not attempts:
+        return Judgement(verdict=unknown("it has not started yet")), None
+    rare = 0.0
+    if event_bytes(run) > most:  # all commands judge by the same events
+        records, measured = read_ends_within(run, attempts[-1], most), None
+        rare = rare_pauses(run.events(attempts[-1], min(records)))
+    elif records is None:
+        records = read_ranks(run, attempts[-1])
+    if measured is None:
+        measured = timing(run, records=records)
+    found = Judgement(
+        verdict=verdict_of(run, measured, records, thresholds, rare),
+        warnings=tuple(
+            Warning(kind="memory-grows", text=growth.text, line=growth.line)
+            for growth in growing_memory(records, run.info())
+        ),
+        mfu=utilisation(records.values(), measured, run.info()),
+    )
+    return found, measured
+
+
+@lru_cache(maxsize=256)  # what has ended before a run began does not change
+def _earlier(path: Path) -> Earlier | None:
+    """What was concluded about the last run that is like this one."""
+    for run in itertools.islice(comparable_before(RunDir(path)), MOST_EARLIER):
+        with suppress(Exception):  # as above
+            found, measured = _judge(run, None, None, Thresholds(), EARLIER_BYTES)
+            verdict = found.verdict
+            if verdict.limit not in ("too-short", "unknown") and verdict.share is not None:
+                pace = measured.pace if measured else None
+                return Earlier(run.name, verdict.limit, verdict.share, pace)
+    return None
 
 
 def unknown(why: str) -> Verdict:
@@ -167,11 +203,11 @@ def verdict_of(
     return too_short(verdict, found) if is_short else verdict
 
 
-def read_ends_within(run: RunDir, attempt: int) -> dict[int, RankRecord]:
-    """The first and the last events of all ranks, as many as can be read at once."""
+def read_ends_within(run: RunDir, attempt: int, most: int) -> dict[int, RankRecord]:
+    """The first and the last events of all ranks, of so many bytes together."""
     ranks = run.ranks(attempt)
-    most = max(LEAST_BYTES, MOST_BYTES // len(ranks))
-    return {rank: read_both_ends(run, attempt, rank, most) for rank in ranks}
+    each = max(LEAST_BYTES, most // len(ranks))
+    return {rank: read_both_ends(run, attempt, rank, each) for rank in ranks}
 
 
 def not_measured(run: RunDir, records: Mapping[int, RankRecord]) -> Verdict:
