@@ -18,7 +18,7 @@ from typing import Any
 from allranks.run.events import read_events
 from allranks.run.record import RankRecord
 from allranks.timing.steps import SURE, SURE_BLOCKS, Event, Timing, timing_of
-from allranks.timing.timeline import DATA, FORWARD, OTHER, PHASES, WAIT
+from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
 Shares = dict[str, float]
 
@@ -26,6 +26,8 @@ LIMITS = ("compute", "launches", "host", "copies", "data", "communication", "str
 LOCAL = ("compute", "launches", "host", "copies")  # what only a trace can divide
 DOUBT = "doubt"  # how much of the host's time and of launches may be otherwise
 FAR = 0.3  # of a usual step: by how much a step's `other` exceeds the usual one in a pause
+HEAVY = 1.3  # times the usual backward pass
+CHANCE = 4.0  # times what a busy machine explains
 FEW = 0.25  # of the steps: what happens more often is part of the steps
 PLACES, PLACE_BYTES = 12, 1 << 14  # of a long file, where steps are read to see how long one takes
 NO_WAIT = {WAIT: math.inf}
@@ -201,7 +203,7 @@ def without_pauses(
     has_data = any(own[n][DATA] for own in steps.values() for n in numbers)
     phases = (OTHER,) if has_data else (OTHER, FORWARD)
     excess = {
-        rank: {phase: far_above([own[n][phase] for n in numbers], usual) for phase in phases}
+        rank: {phase: pauses_in(phase, [own[n] for n in numbers], usual) for phase in phases}
         for rank, own in steps.items()
     }
     waits = {rank: statistics.median(own[n][WAIT] for n in numbers) for rank, own in steps.items()}
@@ -221,6 +223,22 @@ def without_pauses(
             cleaned[rank][n] = event if is_same else shortened(event, more[rank], waited)
         pauses[n] += between.get(n, 0.0)
     return _Steps(cleaned, pauses, numbers[0], is_one_clock)
+
+
+def pauses_in(phase: str, steps: Sequence[Event], usual: float) -> list[float]:
+    """Seconds of a phase in each of these steps that are a pause."""
+    found = far_above([event[phase] for event in steps], usual)
+    if not any(found):
+        return found
+    # With a backward pass that is longer, too, it is a longer batch.
+    passes = [event[BACKWARD] + event[OPTIMIZER] for event in steps]
+    most = HEAVY * statistics.median(passes)
+    if phase == FORWARD:
+        found = [0.0 if took > most else more for took, more in zip(passes, found, strict=True)]
+    # A busy machine holds up everything now and then, a backward pass as often as what is here.
+    part = statistics.median(event[phase] for event in steps) / (most or math.inf)
+    by_chance = part * math.fsum(far_above(passes, usual))
+    return found if math.fsum(found) > CHANCE * by_chance else [0.0] * len(found)
 
 
 def far_above(seconds: Sequence[float], step: float) -> list[float]:

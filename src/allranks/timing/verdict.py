@@ -48,7 +48,7 @@ Limit = Literal[
 ]
 MOST_BYTES = 3 << 20  # of events, of all ranks together: takes a second on a busy machine
 LEAST_BYTES = 1 << 14  # of a rank
-TRACE_ERROR = 0.15  # of a share that a few traced steps show
+RUN_ERROR = 0.15  # of a share: so much may it differ in another run, or in steps not traced
 MOST_GAIN = 1000.0
 JITTER = 2.0  # times the border: so much waiting for each other in turns is usual on busy machines
 MOST_EARLIER = 5  # runs that are judged to find one to compare with: most that do not fit are short
@@ -283,6 +283,6 @@ def is_positive(found: Measured, weights: Mapping[str, float], more: float = 0.0
 
     each = [total(shares) for shares in found.blocks]
     error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.inf
-    by_trace = TRACE_ERROR * max((found.shares[one] for one in weights if one in LOCAL), default=0)
-    by_trace += found.doubt * len(weights.keys() & {"host", "launches"})
-    return total(found.shares) > SURE * error + by_trace
+    least = RUN_ERROR * max(found.shares[part] for part in weights)
+    least += found.doubt * len(weights.keys() & {"host", "launches"})
+    return total(found.shares) > SURE * error + least

@@ -6,16 +6,19 @@ from allranks.show.numbers import count, duration, percent, size
 from allranks.timing.limits.data import loader_of
 from allranks.timing.limits.facts import Facts, Said, device_means, hot
 
+WORTH_A_WORD = 0.02  # of the time
+
 
 def compute(facts: Facts) -> Said:
     found, device = facts.found, "the GPU" if facts.found.is_gpu else "torch"
     if found.typical is not None:
         busy = found.shares["compute"] + found.shares["copies"] * found.is_gpu
-        why = f"{device} computes {percent(busy, 0)} of the time, and nothing else takes much"
+        why = f"{device} computes {percent(busy, 0)} of the time{second_of(facts)}"
     elif found.utilization is not None:
         why = f"the GPU is in use {percent(found.utilization, 0)} of the time, by NVML"
     else:
-        why = f"{facts.share('compute')} of the time is spent in forward, backward and update"
+        share = facts.share("compute")
+        why = f"{share} of the time is spent in forward, backward and update{second_of(facts)}"
     evidence = facts.of_step(facts.seconds("compute"))
     if throttled := {rank: one for rank in facts.records if (one := hot(facts, rank))}:
         rank, reason = next(iter(throttled.items()))
@@ -30,6 +33,13 @@ def compute(facts: Facts) -> Said:
     what = "JOB.yaml" if facts.is_task else "-- python …"
     more = f"allranks bench scaling {what} measures what more ranks would gain"
     return Said(why=why, next=more if facts.is_alone else None, cause=None, evidence=evidence)
+
+
+def second_of(facts: Facts) -> str:
+    """What comes next, though it is not the limit."""
+    shares = facts.found.shares
+    part = max((part for part in shares if part != "compute"), key=lambda part: shares[part])
+    return f", {part} takes {facts.share(part)}" if shares[part] >= WORTH_A_WORD else ""
 
 
 def launches(facts: Facts) -> Said:
