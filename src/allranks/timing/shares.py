@@ -230,15 +230,15 @@ def pauses_in(phase: str, steps: Sequence[Event], usual: float) -> list[float]:
     found = far_above([event[phase] for event in steps], usual)
     if not any(found):
         return found
-    # With a backward pass that is longer, too, it is a longer batch.
     passes = [event[BACKWARD] + event[OPTIMIZER] for event in steps]
-    most = HEAVY * statistics.median(passes)
-    if phase == FORWARD:
-        found = [0.0 if took > most else more for took, more in zip(passes, found, strict=True)]
-    # A busy machine holds up everything now and then, a backward pass as often as what is here.
-    part = statistics.median(event[phase] for event in steps) / (most or math.inf)
-    by_chance = part * math.fsum(far_above(passes, usual))
-    return found if math.fsum(found) > CHANCE * by_chance else [0.0] * len(found)
+    middle = statistics.median(passes)
+    if phase == FORWARD:  # with a backward pass that is longer, too, it is a longer batch
+        heavy = [took > HEAVY * middle for took in passes]
+        found = [0.0 if is_heavy else took for is_heavy, took in zip(heavy, found, strict=True)]
+    # A busy machine holds up everything now and then: backward passes as often as what is here.
+    part = statistics.median(event[phase] for event in steps) / (middle or math.inf)
+    by_chance = part * (statistics.fmean(passes) - middle)
+    return found if statistics.fmean(found) > CHANCE * by_chance else [0.0] * len(found)
 
 
 def far_above(seconds: Sequence[float], step: float) -> list[float]:
