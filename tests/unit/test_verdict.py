@@ -239,3 +239,47 @@ def test_of_many_long_files_only_the_ends_are_read(
     found = verdict_of(run)
     assert (found.limit, found.sure, found.rank) == ("data", True, None)
     assert read < 2 * MOST_BYTES
+
+
+GPU: Event = {
+    **{"utilization": 96.0, "temperature": 60.0, "clock": 1900.0, "clock_max": 1980.0},
+    **{"power": 500.0, "power_limit": 700.0, "neighbours": 0, "cpus_allotted": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ({"clock": 1200.0}, "1,200 MHz"),
+        ({"clock": 1200.0, "power": 398.0, "power_limit": 400.0}, "power limit is 400 W"),
+        ({"clock": 1200.0, "temperature": 88.0}, "hot (88 °C"),
+        ({"neighbours": 1}, "another process"),
+        ({"cpus_allotted": 2}, "2 CPUs, the others 16"),
+    ],
+)
+def test_a_straggler_s_machine_says_why(tmp_path: Path, odd: Event, reason: str) -> None:
+    def events(rank: int) -> list[Event]:
+        return [{"event": "device", **GPU, **(odd if rank == 2 else {})}] * 5
+
+    late = {**HEALTHY, "forward": 60.0, "backward": 120.0}
+    shown = dict.fromkeys(range(4), gpu_trace(97.0)) | {2: gpu_trace(187.0)}
+    run = planted(tmp_path, HEALTHY, HEALTHY, late, HEALTHY, traces=shown, events=events)
+    found = verdict_of(run)
+    assert (found.limit, found.rank, found.sure) == ("straggler", 2, True)
+    assert reason in found.why
+
+
+def test_what_no_rank_has_written_and_ranks_that_differ(tmp_path: Path) -> None:
+    run = planted(tmp_path, HEALTHY, HEALTHY)
+    run.events(0, 1).write_text('{"v": 1, "t": 1.0, "event": "start", "rank": 1}\n')
+    found = verdict_of(run)
+    assert found.limit == "unknown" and "no optimizer step was seen on rank 1" in found.why
+    run.events(0, 0).write_bytes(b"\xff\x00[[[[" * 100)
+    assert verdict_of(run).limit == "unknown"
+
+
+def test_steps_without_phases_are_not_judged(tmp_path: Path) -> None:
+    run = planted(tmp_path, HEALTHY)
+    run.events(0, 0).write_text(run.events(0, 0).read_text().replace('"forward"', '"former"'))
+    found = verdict_of(run)
+    assert found.limit == "unknown" and "the probe was off" in found.why
