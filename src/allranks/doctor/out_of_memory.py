@@ -13,13 +13,14 @@ from allranks.doctor.finding import Confidence, Evidence, Finding, shown_path
 from allranks.doctor.judge import MAX_EVIDENCE
 from allranks.doctor.run_evidence import TAIL_BYTES, KernelLog
 from allranks.run import files
-from allranks.run.events import read_last_events
+from allranks.run.events import read_events, read_last_events
 from allranks.run.folder import RunDir
 from allranks.run.stalls import ended_for
 from allranks.show.numbers import duration, size
 
 FULL_SHARE = 0.85  # of the allotted memory: above it, a SIGKILL is likely the kernel's
 KILLED = ("rank-died", "host-out-of-memory", "worker-killed")
+FULL = ("cuda-out-of-memory", "cuda-memory-fragmented")
 CUT_OFF = re.compile(r"Connection(?:Reset|Refused)Error|EOFError|BrokenPipeError")
 NAMES_IT = ("Killed process", "exceeded memory limit")  # what the kernel and SLURM print
 
@@ -129,8 +130,28 @@ def _lost_workers(facts: FailureFacts) -> list[int]:
     ]
 
 
+def what_filled(run: RunDir, attempt: int, rank: int) -> Evidence | None:
+    """What was in a full GPU's memory, as its rank counted it."""
+    path = run.events(attempt, rank)
+    found = [one for one in read_last_events(path, TAIL_BYTES, kind="error") if one.get("filled")]
+    if not found:
+        return None
+    sizes, lines = found[-1]["filled"], found[-1].get("filled_by", ())
+    names = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
+    parts = [f"{words} {size(sizes[name])}" for name, words in names.items() if name in sizes]
+    rest = ", ".join(f"{line} {size(num_bytes)}" for line, num_bytes in lines) or "not recorded"
+    kept = read_events(path, kind="kept", word=b'"kept"')
+    if grew := [one["line"] for one in kept if one["where"] == "device"]:
+        rest = f"it grew with every step, at {grew[-1]}"
+    text = f"in the GPU's memory: {', '.join(parts)}; the rest {size(sizes.get('rest'))} ({rest})"
+    return Evidence(shown_path(path), 0, text)
+
+
 def with_usage(run: RunDir, attempt: int, found: Finding, curves: Sequence[MemoryCurve]) -> Finding:
     """A finding that memory may have caused, with its rank and that rank's memory usage."""
+    if found.cause in FULL and found.rank is not None:
+        filled = what_filled(run, attempt, found.rank)
+        return found if filled is None else found.with_evidence(filled)
     if found.cause not in KILLED:
         return found
     is_memory = found.cause == "host-out-of-memory"

@@ -16,7 +16,8 @@ from torch.compiler import is_compiling
 
 # Modules of the probe that hooks call.
 PARTS = (
-    *("backward_pass", "batches", "data_loaders", "device_sampler", "fingerprints", "hooks"),
+    *("backward_pass", "batches", "data_loaders", "device_memory", "device_sampler"),
+    *("fingerprints", "hooks"),
     *("loaders", "memory_use", "model_inputs", "profile", "profilers", "recorder", "sampler"),
     *("samples", "tracing", "window"),
 )

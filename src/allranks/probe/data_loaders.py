@@ -175,6 +175,8 @@ def hook_starting(recorder: Recorder, loaders: Loaders, data_loader: Any) -> Non
         if not timeline.is_on or (before == DATA and not is_elsewhere):
             return start(self)
         with recorder.guarded:
+            for call in list(recorder.at_loading):
+                call()
             new, left = loaders.start(self)
             if is_elsewhere:
                 recorder.counter.elsewhere.append((SampleCounter.started, new, left))

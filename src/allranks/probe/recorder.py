@@ -52,6 +52,7 @@ class Recorder:
         self.device: Any = None  # the GPU used for training
         self.device_type = "cpu"  # of the trained parameters
         self.at_first_step: list[Callable[[Any], None]] = []  # called with the optimizer
+        self.at_loading: list[Callable[[], None]] = []  # called when a loader starts
         self.at_step: list[Callable[[int], None]] = []  # called after each step is recorded
         self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
         self.leave: Callable[[], None] | None = None  # set when the script should end here

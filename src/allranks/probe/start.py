@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from allranks.probe import hooks
+from allranks.probe.device_memory import DeviceMemory
 from allranks.probe.device_sampler import DeviceSampler
 from allranks.probe.memory_use import STATM, MemoryUse
 from allranks.probe.profile import VARIABLE as PROFILE
@@ -32,6 +33,8 @@ def start() -> None:
     os.register_at_fork(after_in_child=recorder.forget)
     DeviceSampler(recorder, env).begin_with_steps()
     traces = env.get(TRACE) != "off"
+    if traces:
+        DeviceMemory(recorder)
     if STATM.exists():  # Linux
         MemoryUse(recorder, looks_for_lines=traces)
     if env.get(MEASURE):

@@ -53,6 +53,8 @@ KINDS = {
     "processes": Kind("list of process ids", list_of(is_count)),
     "list of seconds": Kind("list of seconds", list_of(is_number)),
     "list of lines": Kind("list of lines and seconds", list_of(files.row_of(is_text, is_number))),
+    "sizes by line": Kind("list of lines and bytes", list_of(files.row_of(is_text, is_number))),
+    "sizes by name": Kind("names and bytes", files.values_of(is_number)),
     "rates": Kind("bytes per second", files.values_of(is_number)),
     "texts by name": Kind("names and texts", files.values_of(is_text)),
     "numbers by name": Kind("names and numbers", files.values_of(or_none(is_number))),

@@ -13,7 +13,8 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -219,10 +220,22 @@ def is_echo(name: str, message: str) -> bool:
     return name in {"RuntimeError", *_OF_RANKS} and bool(_ECHO.search(message))
 
 
+# What the probe adds to an error event, from the exception.
+more_about: list[Callable[[BaseException], dict[str, Any]]] = []
+
+
 def record_exception(error: BaseException) -> None:
     """Record an uncaught exception, which is about to be printed."""
-    record("error", {"pid": os.getpid(), **describe(error)})
+    record("error", {"pid": os.getpid(), **describe(error), **_more_about(error)})
     hide_ours(error)
+
+
+def _more_about(error: BaseException) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for add in more_about:
+        with suppress(Exception):  # after the script's own, no other error matters
+            found |= add(error)
+    return found
 
 
 def hide_ours(error: BaseException) -> None:
@@ -246,7 +259,7 @@ def record_exit(code: Any, *, kills: bool = False) -> None:
     elif not isinstance(code, int):
         fields |= {"message": _bounded(str(code)), "exit": 1}
     elif error is not None:  # in an exception's handler: the script reports it itself
-        fields |= {**describe(error, _above(error)), "exit": code & 0xFF}
+        fields |= {**describe(error, _above(error)), **_more_about(error), "exit": code & 0xFF}
         error = None
     else:
         fields["exit"] = code & 0xFF
