@@ -23,7 +23,14 @@ from allranks.show.numbers import (
 from allranks.show.tables import STATE_STYLES, Table, show_table, without_empty
 from allranks.show.text import printable
 from allranks.timing.comparison import MODES
-from allranks.timing.result import LIMITED, VerdictLine, shown_parts, verdict_lines, verdict_table
+from allranks.timing.result import (
+    NEXT,
+    WARNING,
+    VerdictLine,
+    shown_parts,
+    verdict_lines,
+    verdict_table,
+)
 
 Record = Mapping[str, Any]
 GOALS = (("both", "best of both"), ("time", "by time"), ("cost", "by cost"))
@@ -174,9 +181,9 @@ def subtitle(section: Record) -> list[str]:
 
 
 def lines_after(section: Record) -> list[VerdictLine]:
-    """What follows from the limit that the headline names: what to type next, and warnings."""
+    """What follows from the limit that the headline names. What changed since, the tables show."""
     found = [run for run in section["runs"] if run["run"] == section["headline_run"]]
-    return [one for run in found for one in verdict_lines(run) if one.label != LIMITED]
+    return [one for run in found for one in verdict_lines(run) if one.label in (NEXT, WARNING)]
 
 
 def recommendation(section: Record) -> Iterator[tuple[str, str, str]]:
