@@ -30,8 +30,7 @@ def compute(facts: Facts) -> Said:
             evidence=evidence,
             rank=None if facts.is_alone else rank,
         )
-    what = "JOB.yaml" if facts.is_task else "-- python …"
-    more = f"allranks bench scaling {what} measures what more ranks would gain"
+    more = f"allranks bench scaling --layouts 1x1,1x2 {facts.typed}"
     return Said(why=why, next=more if facts.is_alone else None, cause=None, evidence=evidence)
 
 
@@ -73,7 +72,7 @@ def idle(facts: Facts) -> Said:
     is_small = bool(totals) and max(totals) < facts.limits.memory
     busy = percent(found.utilization, 0)
     used = f"; at most {percent(max(totals), 0)} of its memory was in use" if totals else ""
-    fix = larger_kernels(facts) if is_small else "allranks run --profile 10 shows what it waits for"
+    fix = larger_kernels(facts) if is_small else f"allranks run --profile 10 {facts.typed}"
     why = f" ({found.problem})" if found.problem else ""
     return Said(
         why=f"the GPU is in use only {busy} of the time, by NVML; there is no trace{why}",
@@ -105,7 +104,7 @@ def host(facts: Facts) -> Said:
         if facts.found.is_gpu:
             fix += ", and leave out what waits for the GPU (.item(), .cpu(), print of a tensor)"
     elif traced is None:
-        fix = "allranks run --profile 10 shows what the loop does there"
+        fix = f"allranks run --profile 10 {facts.typed}"
     return Said(why=why, next=fix, cause="host-bound", evidence=f"host {evidence}", line=line)
 
 

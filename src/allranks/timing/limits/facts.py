@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
@@ -16,6 +17,7 @@ from allranks.timing.shares import Measured
 from allranks.timing.steps import ENOUGH_STEPS
 
 LEAST_GAIN = 1.1  # what gains less is not worth a change
+MOST_WORDS = 60  # characters of a command that is shown whole
 MOST_CPU_WAIT = 20.0  # percent of the time: more, and other work decides what is slow
 
 
@@ -98,6 +100,15 @@ class Facts:
     def is_task(self) -> bool:
         """Of allranks: the job file has the settings."""
         return any(record.counts_on for record in self.records.values())
+
+    @cached_property
+    def typed(self) -> str:
+        """What is trained, as one types it after a command."""
+        if self.is_task:
+            return "JOB.yaml"
+        program, _, rest = str(self.run.job().get("command") or "").partition(" ")
+        words = f"{Path(program).name} {rest}".strip()
+        return f"-- {words}" if words and len(words) <= MOST_WORDS else "-- python …"
 
     @property
     def cpus(self) -> int | None:
