@@ -158,7 +158,7 @@ class Row:
 
     @property
     def is_traceml_right(self) -> bool | None:
-        if not self.traceml:
+        if not self.traceml or self.situation.limit == "unknown":  # it needs no optimizer
             return None
         accepted = LIMITS_OF_TRACEML.get(self.traceml["kind"], set())
         rank = self.traceml["rank"]
@@ -318,18 +318,15 @@ class Stage:
             return {"kind": f"no summary, exit code {ran.code}", "rank": None, "seconds": None}
         said = json.loads(summary.read_text())
         shutil.rmtree(logs)
-        first = said["primary_diagnosis"]
-        sections = [said[name].get("diagnosis") or {} for name in ("step_time", "step_memory")]
-        sections += [said[name].get("diagnosis") or {} for name in ("system", "process")]
-        evidence = first.get("evidence") or {}
+        names = ("step_time", "step_memory", "system", "process")
+        sections = [said[name].get("diagnosis") or {} for name in names]
+        warned = [one["kind"] for one in sections if one.get("severity") in {"warn", "crit"}]
         return {
-            "kind": first["kind"],
-            "rank": evidence.get("culprit_rank"),
+            "kind": said["primary_diagnosis"]["kind"],
+            "rank": (sections[0].get("evidence") or {}).get("culprit_rank"),
             "seconds": ran.step_seconds,
-            "warnings": [
-                one["kind"] for one in sections if one.get("severity") in {"warn", "crit"}
-            ],
-            "evidence": evidence,
+            # A CPU that trains is busy.
+            "warnings": [kind for kind in warned if not kind.endswith("_CPU") or situation.gpu],
         }
 
     def row(self, situation: Situation, *, judge_again: bool) -> Row:
@@ -412,7 +409,7 @@ def table_row(row: Row) -> str:
         line[row.is_named],
         gain,
         held,
-        times if row.bare or row.planted else "written",
+        "written" if expected in WRITTEN else times,
         ", ".join(row.warnings) + (f"; {row.busy:.0%} busy" if row.busy is not None else ""),
         f"{peer}: {peer_words}" if peer else "",
     ]
@@ -437,7 +434,7 @@ def totals(rows: Sequence[Row]) -> tuple[list[str], bool]:
     words = [f"{words}: {'holds' if met else 'DOES NOT HOLD'}" for words, met in claims]
     if idle:
         words.append(f"not healthy, by a trace from outside: {', '.join(idle)}")
-    peers = [row for row in rows if row.traceml]
+    peers = [row for row in rows if row.is_traceml_right is not None]
     if peers:
         peer_right = [bool(row.is_traceml_right) for row in peers]
         own_right = [row.is_right for row in peers]
