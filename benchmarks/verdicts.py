@@ -61,6 +61,7 @@ MIN_RIGHT, MIN_NAMED, MIN_GAINS = 0.9, 0.9, 0.8
 GAIN_RANGE = (0.95, 2.0)
 MIN_BUSY = 0.9
 MAX_SECONDS = 180
+MAX_LOAD = 0.3  # of the cores
 STEPS_PER_BLOCK = 10  # evaluations and checkpoints come every ten steps
 OUTSIDE_TRACE = "VERDICTS_OUTSIDE_TRACE"
 # Before anything else in every rank: the stopwatch, and the trace from outside.
