@@ -191,7 +191,7 @@ def verdict_of(
         why=said.why,
         share=round(found.shares[limit], 4),
         rank=said.rank,
-        sure=is_sure(limit, found, limits) and facts.is_calm and said.is_sure,
+        sure=is_sure(limit, found, limits) and not facts.crowding and said.is_sure,
         next=said.next,
         gain=gain_of(found.shares[limit]) if limit != "compute" else None,
         line=said.line,

@@ -136,16 +136,16 @@ class Facts:
         host = self.records[rank].start.get("host")
         return host if len(self.nodes) > 1 else None
 
-    @property
-    def is_calm(self) -> bool:
-        """Whether every thread that computes has a CPU of its own, as far as is known."""
+    @cached_property
+    def crowding(self) -> str | None:
+        """Why threads that compute do not have CPUs of their own; None as far as is known."""
         waits = [one.mean("cpu_wait", of=one.devices) or 0.0 for one in self.records.values()]
         if max(waits) > MOST_CPU_WAIT:
-            return False
-        if self.cpus is None or self.found.is_gpu:
-            return True
-        threads = [threads_of(record) for record in self.records.values()]
-        return self.per_node * max(1, *threads) <= self.cpus
+            return f"a rank waits for a CPU {percent(max(waits) / 100, 0)} of the time"
+        threads = self.per_node * max(1, *(threads_of(one) for one in self.records.values()))
+        if self.cpus is None or self.found.is_gpu or threads <= self.cpus:
+            return None
+        return f"{count(threads, 'thread')} share {count(self.cpus, 'CPU')}"
 
     def share(self, part: str) -> str:
         return percent(self.found.shares[part], 0)

@@ -136,10 +136,14 @@ def taking_turns(facts: Facts, evidence: str) -> Said:
             evidence=f"{evidence}; a forward pass takes {least} to {most}, and a backward pass "
             "grows with it",
         )
+    fix = "look for other work on the nodes (top, nvidia-smi)"
+    is_crowded = facts.crowding is not None
     return Said(
-        why=f"ranks wait {share} of the time for whichever is slowest",
-        next="group samples by length if lengths differ; otherwise look for other work on the "
-        "nodes (top, nvidia-smi)",
+        why=f"ranks wait {share} of the time for whichever is slowest"
+        + (f": {facts.crowding}" if is_crowded else ""),
+        next=f"fewer ranks or threads, or {fix}"
+        if is_crowded
+        else f"group samples by length if lengths differ; otherwise {fix}",
         cause="uneven-steps",
         evidence=evidence,
         is_sure=False,
