@@ -31,6 +31,7 @@ CHANCE = 4.0  # times what a busy machine explains
 FEW = 0.25  # of the steps: what happens more often is part of the steps
 PLACES, PLACE_BYTES = 12, 1 << 14  # of a long file, where steps are read to see how long one takes
 NO_WAIT = {WAIT: math.inf}
+SLOWED = 2.5  # times: what tracing on a CPU explains, where operators are short
 # Traced steps may take so many times as long as others, besides what the trace has cost.
 LIKE_OTHERS = (0.75, 1.33)
 
@@ -46,7 +47,8 @@ class Traced:
     copied: float = 0.0  # bytes
     pageable: float = 0.0
     kernels: float = 0.0
-    is_alike: bool = True  # whether the traced steps are like the others
+    slowed: float = 1.0  # times as long as other steps
+    is_alike: bool = True  # whether what the trace has cost explains that
 
     @property
     def line(self) -> str | None:
@@ -335,6 +337,9 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
     parts = {part: mean(part) for part in LOCAL}
     if own and math.fsum(pauses):
         parts["host"] = max(0.0, parts["host"] - statistics.fmean(pauses))
+    least, most = LIKE_OTHERS
+    slowed = slowed_by(own, steps, pauses)
+    cost = math.fsum(one.get("cost", 0.0) for one in within) / len(numbers)
     lines: dict[str, float] = {}
     for one in within:
         for line, took in one.get("lines", ()):
@@ -347,7 +352,8 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
         copied=mean("copied"),
         pageable=mean("pageable"),
         kernels=mean("kernels"),
-        is_alike=are_alike(own, steps, pauses, within),
+        slowed=slowed,
+        is_alike=least <= slowed <= most + cost / usual,
     )
 
 
@@ -355,21 +361,15 @@ def traced_steps(trace: Mapping[str, Any]) -> range:
     return range(trace["first"], trace.get("last", trace["first"]) + 1)
 
 
-def are_alike(
-    traced: Sequence[Event],
-    others: Mapping[int, Event],
-    pauses: Sequence[float],
-    traces: Sequence[Mapping[str, Any]],
-) -> bool:
-    """Whether traced steps took as long as the others, and what the traces have cost."""
-    if not traced:
-        return True
-    longer = [local_seconds(event) - more for event, more in zip(traced, pauses, strict=True)]
+def slowed_by(
+    traced: Sequence[Event], others: Mapping[int, Event], pauses: Sequence[float]
+) -> float:
+    """How many times as long as the others traced steps took; 1 if that is not known."""
     usual = statistics.median(local_seconds(event) for event in others.values())
-    least, most = LIKE_OTHERS
-    cost = math.fsum(one.get("cost", 0.0) for one in traces) / len(traced)
-    took = statistics.fmean(longer)
-    return least * usual <= took <= most * usual + cost
+    if not traced or not usual:
+        return 1.0
+    longer = [local_seconds(event) - more for event, more in zip(traced, pauses, strict=True)]
+    return statistics.fmean(longer) / usual
 
 
 def local_seconds(event: Event) -> float:
@@ -429,8 +429,9 @@ def of_local(local: float, traced: Traced) -> Shares:
     """So many seconds of local work by what a trace shows; tracing slows the host, not a GPU."""
     own = traced.parts
     if traced.device != "cuda":
-        host = min(local, own["host"])
-        return {"compute": local - host, "host": host}
+        # Tracing slows operators, not what is between them; a busy machine slows both.
+        host = min(local, own["host"] * min(1.0, SLOWED / traced.slowed))
+        return {"compute": local - host, "host": host, DOUBT: max(0.0, own["host"] - host)}
     working = own["compute"] + own["copies"] + traced.exchanges
     scale = min(1.0, local / working) if working else 1.0
     idle = max(0.0, local - working)
