@@ -63,13 +63,13 @@ def healthy(name: str, **settings: object) -> Situation:
 
 ON_CPU = [
     healthy("plain"),
-    healthy("2-ranks", ranks=2),
+    healthy("2-ranks", ranks=2, args="--repeat 72 --steps 100"),
     healthy("lightning", script="with_lightning"),
-    healthy("lightning-2-ranks", script="with_lightning", ranks=2),
+    healthy("lightning-2-ranks", script="with_lightning", ranks=2, args="--repeat 72 --steps 100"),
     healthy("accelerate", script="with_accelerate"),
-    healthy("accelerate-accumulating", script="with_accelerate", args="--accumulate 4 --steps 80"),
+    healthy("accelerate-accumulating", script="with_accelerate", args="--accumulate 4 --steps 50"),
     healthy("compiled", args="--compile"),
-    healthy("accumulating", args="--accumulate 4 --steps 80"),
+    healthy("accumulating", args="--accumulate 4 --steps 50"),
     healthy("workers", args="--workers 1"),
     Situation(
         name="host-1-ms",
@@ -185,13 +185,13 @@ ON_CPU = [
     Situation(
         name="pauses-evaluation",
         limit="pauses",
-        plant={"step": EVALUATION.format(batches=40)},
+        plant={"step": EVALUATION.format(batches=20)},
     ),
     Situation(name="pauses-checkpoint", limit="pauses", plant={"step": CHECKPOINT}),
     Situation(
         name="pauses-2-ranks",
         limit="pauses",
-        plant={"step": EVALUATION.format(batches=40)},
+        plant={"step": EVALUATION.format(batches=20)},
         args="--steps 120",
         ranks=2,
     ),
@@ -234,21 +234,21 @@ ON_CPU = [
         name="memory",
         limit="compute",
         plant={"begin": "kept = []", "step": "kept.append(torch.ones(1_000_000))"},
-        args="--steps 500",
+        args="--steps 300",
         warning="memory",
     ),
     Situation(
         name="memory-graphs",
         limit="compute",
         plant={"begin": "kept = []", "loss": "kept.append(outputs)"},
-        args="--steps 500",
+        args="--steps 300",
         warning="memory",
     ),
 ]
 
 # Only where each rank has cores of its own.
 ON_16_CORES = [
-    healthy("4-ranks", ranks=4),
+    healthy("4-ranks", ranks=4, args="--repeat 72 --steps 100"),
     Situation(
         name="data-rank-2-of-4",
         limit="data",

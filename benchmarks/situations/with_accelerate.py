@@ -16,10 +16,10 @@ NUM_SAMPLES, NUM_FEATURES = 200_000, 64
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=96)
+    parser.add_argument("--depth", type=int, default=192)
     parser.add_argument("--accumulate", type=int, default=1)
     return parser.parse_args()
 
