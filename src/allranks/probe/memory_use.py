@@ -20,8 +20,9 @@ from allranks.run.tracebacks import Frame
 from allranks.timing.memory import Point, Where, steady_growth
 from allranks.timing.timeline import DATA
 
-LEAST_SECONDS, SHARE = 0.1, 1 / 50  # between two samples, and of the time since the first
-CHECK_SECONDS, CHECK_FACTOR = 3.0, 1.5  # when to look for growth first, and how much later next
+LEAST_SECONDS, SHARE = 0.02, 1 / 50  # between two samples, and of the time since the first
+CHECK_SECONDS, CHECK_FACTOR = 1.0, 1.5  # when to look for growth first, and how much later next
+MOST_LOOKS = 3  # what grows at first may be a cache
 WATCHED_STEPS, LATER_STEPS = 4, 2  # what is kept of the former by the end of the latter
 LEAST_SHARE = 0.3  # of the growth: what a line must keep to explain it
 MOST_LINES = 50_000  # that are followed: a script that runs more is left alone
@@ -40,7 +41,7 @@ class MemoryUse:
         self._first = self._last = 0.0
         self._check = CHECK_SECONDS
         self._watch: LineWatch | None = None
-        self._seen: set[Where] = set()
+        self._looks: dict[Where, int] = {"host": 0, "device": 0}
         self._statm = os.open(STATM, os.O_RDONLY | os.O_CLOEXEC)
         recorder.at_step.append(self.at_step)
 
@@ -75,10 +76,10 @@ class MemoryUse:
         if timeline.kept is not None or self.recorder.is_measured or sys.gettrace() is not None:
             return
         for where, points in self._points.items():
-            growth = None if where in self._seen else steady_growth(points)
+            growth = steady_growth(points) if self._looks[where] < MOST_LOOKS else None
             if growth is None:
                 continue
-            self._seen.add(where)
+            self._looks[where] += 1
             self._watch = LineWatch(where, growth[0], self.recorder)
             timeline.traced.update(range(step + 1, step + 1 + WATCHED_STEPS + LATER_STEPS))
             self._watch.start(sys._getframe())
