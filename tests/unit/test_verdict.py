@@ -166,6 +166,9 @@ def test_a_gpu_without_a_trace_is_judged_by_nvml_and_never_surely(tmp_path: Path
         use = {"event": "device", "utilization": 40.0, "memory_peak": 8e9, "memory_total": 80e9}
         return [use] * 5 + [{"event": "trace", "problem": "the driver does not allow it"}]
 
+    without_kernels = {0: cpu_trace()}
+    found = verdict_of(planted(tmp_path, HEALTHY, events=idle, traces=without_kernels, number=1))
+    assert (found.limit, found.sure) == ("launches", False)
     found = verdict_of(planted(tmp_path, HEALTHY, events=idle))
     assert (found.limit, found.sure, found.cause) == ("launches", False, "small-batch")
     assert found.share == pytest.approx(0.6, abs=0.02) and "the driver" in found.why

@@ -133,6 +133,8 @@ def measure(
         rank: found
         for rank, record in records.items()
         if (found := traced_of(record, cleaned.steps[rank])) is not None
+        # Without kernels, a trace of a GPU's rank says nothing about the GPU.
+        and (found.device == "cuda" or not is_gpu)
     }
     is_gpu = is_gpu or any(one.device == "cuda" for one in traced.values())
     utilization = None if traced or not is_gpu else mean_utilization(records)
