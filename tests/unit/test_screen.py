@@ -173,7 +173,8 @@ def test_a_limit_that_is_not_sure_or_not_known_says_so() -> None:
     assert " not sure" in summary(RESULT | {"verdict": verdict | {"sure": False}})
     unknown = RESULT | {"verdict": {**verdict, "limit": "unknown", "why": "no step", "next": None}}
     assert "not known: no step\n" in re.sub(" +\n", "\n", summary(unknown))
-    assert "limited by" not in summary(unknown | {"state": "failed"}) + summary(RESULT)
+    for state in ("failed", "stopped"):  # which says enough
+        assert "limited by" not in summary(unknown | {"state": state}) + summary(RESULT)
 
 
 def test_the_summary_has_what_there_is() -> None:

@@ -79,7 +79,7 @@ def verdict_lines(found: Mapping[str, Any]) -> list[VerdictLine]:
     verdict, since = found.get("verdict"), found.get("since")
     lines = []
     is_unknown = verdict and verdict["limit"] == "unknown"
-    if verdict and not (is_unknown and found.get("state") in ("queued", "failed")):
+    if verdict and not (is_unknown and found.get("state") in ("queued", "failed", "stopped")):
         is_known = verdict["limit"] not in NOT_KNOWN
         what = verdict["limit"] if is_known else "not known"
         sure = SURE if verdict["sure"] else NOT_SURE
