@@ -155,16 +155,23 @@ def test_one_node_gradients_of_gradients_and_optimizers(tmp_path: Path) -> None:
 
     class Multiplies(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
+            if closure is not None:
+                closure()
             with torch.no_grad():
                 other.sub_(other @ (other.T @ other))
 
     update = Multiplies([other])
 
-    def step() -> None:
+    def gradients() -> None:
         (one @ other).sum().backward()
+
+    def step() -> None:
+        gradients()
         update.step()
 
     assert traced(step, tmp_path) == Flops({"float32": 3 * product})
+    # As in Lightning: the forward pass is inside the optimizer's step.
+    assert traced(lambda: update.step(gradients), tmp_path) == Flops({"float32": 3 * product})
 
 
 def test_recurrent_layers(tmp_path: Path) -> None:

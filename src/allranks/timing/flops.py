@@ -219,7 +219,8 @@ def _nodes(spans: Iterable[Span], tf32: Collection[str]) -> list[_Node]:
             nodes.append(here.node)
         name = span.name.removeprefix("aten::")
         here.node.has_unwatched |= span.name.startswith("aten::") and not here.is_watched
-        if name not in OPERATORS or here.is_left_out:
+        # A closure, which computes the gradients inside the optimizer's step, is watched.
+        if name not in OPERATORS or (here.is_left_out and not here.is_watched):
             continue
         if here.counted is None:
             if here.node.is_backward and not here.is_watched:
