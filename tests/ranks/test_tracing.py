@@ -102,3 +102,47 @@ def test_a_script_that_profiles_itself_is_left_alone(
     assert len(found.steps()) == 60
     problems = [event.get("problem") for event in found.events("profile" if profile else "trace")]
     assert problems == [None] if first == 30 else ITS_OWN in str(problems[0])
+
+
+def test_later_traces_are_of_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
+    script = """
+        from allranks.probe import tracing
+        tracing.LATER_SHARE, tracing.AHEAD_SECONDS = 1.0, 1.0
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+        dist.init_process_group("gloo")
+        model = DDP(model)
+        ends, until = torch.zeros(1), time.monotonic() + 60
+        while not ends:
+            for x, y in DataLoader(data, batch_size=4):
+                time.sleep(0.004)
+                train(x, y)
+            at = os.environ["ALLRANKS_RUN_DIR"] + "/attempts/0/rank-0.jsonl"
+            ends.fill_(open(at).read().count('"trace"') > 1 or time.monotonic() > until)
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
+        dist.destroy_process_group()
+        """
+    found = run(tmp_path, script, 2)
+    ranks = [
+        [(event["first"], event["last"]) for event in found.events("trace", rank)]
+        for rank in range(2)
+    ]
+    assert len(ranks[0]) > 1 and ranks[0] == ranks[1]
+    marked = [[one["step"] for one in found.steps(rank) if one.get("traced")] for rank in range(2)]
+    assert marked[0] == marked[1]
+
+
+def test_an_evaluation_within_a_trace_ends_it(tmp_path: Path) -> None:
+    script = """
+        for epoch in range(8):
+            for x, y in DataLoader(data, batch_size=4):
+                train(x, y)
+            if epoch == 1:  # after step 20
+                model.eval()
+                end = time.monotonic() + 1
+                while time.monotonic() < end:
+                    model(x)
+                model.train()
+        """
+    (event,) = run(tmp_path, script).events("trace")
+    steps = event["last"] - event["first"] + 1
+    assert steps >= 2 and event["busy"] * steps < 0.9, event

@@ -54,6 +54,7 @@ class Recorder:
         self.at_first_step: list[Callable[[Any], None]] = []  # called with the optimizer
         self.at_loading: list[Callable[[], None]] = []  # called when a loader starts
         self.at_step: list[Callable[[int], None]] = []  # called after each step is recorded
+        self.at_writing: list[Callable[[], None]] = []  # called now and then by the writing thread
         self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
         self.leave: Callable[[], None] | None = None  # set when the script should end here
         # Called with the optimizer to see what its model is given.
@@ -145,6 +146,8 @@ class Recorder:
 
     def _lines(self, late: WhatIsLate) -> Iterator[str]:
         """Lines of steps that are over and that the device has finished."""
+        for call in self.at_writing if late == "hold" else ():
+            call()
         if not self.timeline.is_taken:  # otherwise the task's loop writes the steps itself
             self._take_steps()
         num_lines = 0

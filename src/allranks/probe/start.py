@@ -42,4 +42,4 @@ def start() -> None:
     if traces or env.get(PROFILE):
         profilers = Profilers(recorder)
         if not profile_if_asked(recorder, profilers, env) and traces:
-            Tracer(recorder, profilers)
+            Tracer(recorder, profilers, once=bool(env.get(MEASURE)))

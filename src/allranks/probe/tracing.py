@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
+import os
 import statistics
 import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from time import perf_counter
@@ -23,6 +26,7 @@ from allranks.probe.compilers import uncompiled
 from allranks.probe.profilers import Profilers, export
 from allranks.probe.recorder import Recorder
 from allranks.probe.sampler import Sampler
+from allranks.run.folder import write_atomically
 from allranks.timing.flops import flops_of
 from allranks.timing.timeline import AFTER, AROUND, DATA, WAIT, Mark
 from allranks.timing.trace import STEP_MARK, Interval, Trace, read_trace
@@ -38,6 +42,13 @@ MAX_ATTEMPTS = 3
 # checkpoint, of which a profiler might record gigabytes.
 PAUSE, PAUSE_SECONDS = 5, 0.1
 MAX_TRACE_BYTES = 1 << 26  # to read more takes seconds
+# Later traces: whenever the training has taken this many times longer than by the last one, as long
+# as all of them together take less than this share of it.
+LATER, LATER_SHARE = 2, 0.005
+# How long before a trace rank 0 announces it to ranks on its machine, and to others: files of other
+# machines are seen late.
+AHEAD_SECONDS, AHEAD_ELSEWHERE_SECONDS = 5.0, 90.0
+ANNOUNCED = ".next-trace.json"  # in the attempt's folder
 INTERRUPTED = "every trace was interrupted, by an evaluation or a checkpoint"
 
 
@@ -114,16 +125,24 @@ class Session:
 class Tracer:
     """Traces steps of this rank."""
 
-    def __init__(self, recorder: Recorder, profilers: Profilers) -> None:
+    def __init__(self, recorder: Recorder, profilers: Profilers, *, once: bool) -> None:
         self.recorder = recorder
         self.profilers = profilers
+        self._once = once
+        self._began = 0.0
+        self._traced_after = 0.0  # seconds of training: the last trace
+        self._cost, self._later_cost = 0.0, 0.0  # of the last trace; of all after the first
+        self._to_announce: str | None = None
+        self._heard = ""
         self._seconds: deque[float] = deque(maxlen=8)  # of the last steps that were not traced
         self._last_end = 0.0
-        self._start_after = START_AFTER
+        self._start_after: int | None = START_AFTER
         self._attempts = 0
         self._num_steps = 0  # to be traced
         self._session: Session | None = None
         recorder.at_step.append(self.at_step)
+        if not once:
+            recorder.at_writing.append(self._tell_or_hear)
         # Before the recorder's own finaliser; a running profiler would crash the process's exit.
         Finalize(None, self.finish, exitpriority=1)
 
@@ -144,12 +163,51 @@ class Tracer:
 
     def _wait(self, step: int) -> None:
         now = perf_counter()
+        self._began = self._began or now
         if self._last_end and step not in self.recorder.timeline.traced:
             self._seconds.append(now - self._last_end)
         self._last_end = now
-        if step >= self._start_after:
+        if self._start_after is None:
+            if not self._once and now - self._began >= LATER * self._traced_after:
+                self._plan(step, now - self._began)
+        elif step >= self._start_after:
             with uncompiled():
                 self._start(step)
+
+    def _plan(self, step: int, trained: float) -> None:
+        """Decide on a later trace, if this rank is the one that does."""
+        has_peers = self.recorder.has_peers()
+        if has_peers and self.recorder.rank > 0:
+            return
+        if self._later_cost + self._cost > LATER_SHARE * trained:
+            return
+        self._start_after = step + 1
+        if has_peers:
+            is_here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+            ahead = AHEAD_SECONDS if is_here else AHEAD_ELSEWHERE_SECONDS
+            self._start_after += math.ceil(ahead / statistics.median(self._seconds))
+            self._to_announce = f"{self._start_after} {self._num_steps}"
+
+    def _tell_or_hear(self) -> None:
+        """Announce the next trace, or learn of it. In the writing thread: disks may be slow."""
+        path = self.recorder.folder / ANNOUNCED
+        with suppress(Exception):
+            if self._to_announce is not None:
+                text, self._to_announce = self._to_announce, None
+                write_atomically(path, text)
+            elif self.recorder.rank > 0 and self.recorder.peers and path.exists():
+                text = path.read_text()
+                if text != self._heard:
+                    self._heard = text
+                    self._announced(*map(int, text.split()))
+
+    def _announced(self, start_after: int, num_steps: int) -> None:
+        self._num_steps = num_steps
+        if self.recorder.step < start_after:
+            self._start_after = start_after
+        else:  # too late, but the others' traces slow this rank's steps too
+            last = start_after + num_steps + 2
+            self.recorder.timeline.traced.update(range(start_after + 1, last + 1))
 
     def _start(self, step: int) -> None:
         why = self.profilers.why_not()
@@ -161,7 +219,8 @@ class Tracer:
             self.give_up(why)
             return
         usual = statistics.median(self._seconds)
-        self._num_steps = NUM_SHORT if usual < SHORT_STEP_SECONDS else NUM_LONG
+        if not self._num_steps:
+            self._num_steps = NUM_SHORT if usual < SHORT_STEP_SECONDS else NUM_LONG
         self._attempts += 1
         self._session = Session(self.recorder, self.profilers, usual)
         self._session.start(step, self.give_up)
@@ -172,7 +231,7 @@ class Tracer:
             return
         session.stop()
         if session.num_steps < LEAST_STEPS:
-            self._try_again(step, session)
+            self._try_again(step)
             return
         collects = gc.isenabled()
         gc.disable()  # it would look through all of torch, again and again
@@ -183,12 +242,17 @@ class Tracer:
                 gc.enable()
         self._rest()
         self.recorder.write("trace", **fields)
+        self._cost = fields["cost"]
+        self._later_cost += self._cost if self._traced_after else 0.0
+        self._traced_after = perf_counter() - self._began
 
-    def _try_again(self, step: int, session: Session) -> None:
-        session.close()
-        self._session, self._last_end = None, 0.0
-        self._start_after = step + 1
-        if self._attempts >= MAX_ATTEMPTS:
+    def _try_again(self, step: int) -> None:
+        self._rest()
+        if self._traced_after:
+            self._traced_after = perf_counter() - self._began
+        elif self._attempts < MAX_ATTEMPTS:
+            self._start_after = step + 1
+        else:
             self.give_up(INTERRUPTED)
 
     def _read(self, made: Any) -> Trace:
@@ -205,9 +269,12 @@ class Tracer:
         return trace
 
     def give_up(self, problem: str) -> None:
-        """No traces any more; the event says why."""
+        """No traces any more; an event says why, if there was none yet."""
         self._rest()
-        self.recorder.write("trace", problem=problem)
+        if self.at_step in self.recorder.at_step:
+            self.recorder.at_step.remove(self.at_step)
+        if not self._traced_after:
+            self.recorder.write("trace", problem=problem)
         if problem.startswith("tracing failed"):
             print(f"allranks: {problem}", file=sys.stderr, flush=True)
 
@@ -215,8 +282,7 @@ class Tracer:
         if self._session is not None:
             self._session.close()
             self._session = None
-        if self.at_step in self.recorder.at_step:
-            self.recorder.at_step.remove(self.at_step)
+        self._start_after, self._last_end = None, 0.0
 
 
 def in_tf32() -> list[str]:
