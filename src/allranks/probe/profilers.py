@@ -64,7 +64,10 @@ class Profilers:
         self._is_making = True
         try:
             made: Any = profiler.profile(
-                use_kineto=True, use_device="cuda" if with_device else None, record_shapes=True
+                use_kineto=True,
+                use_device="cuda" if with_device else None,
+                record_shapes=True,
+                experimental_config=only_a_trace(),
             )
         finally:
             self._is_making = False
@@ -134,6 +137,16 @@ class Profilers:
             _, function = self._open.popitem()
             function.__exit__(None, None, None)
             function.run_callbacks_on_exit = False  # when the script ends it
+
+
+def only_a_trace() -> Any:
+    """What keeps newer releases of torch from making more of a trace than its file."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    try:
+        return _ExperimentalConfig(trace_only=True)
+    except TypeError:
+        return _ExperimentalConfig()
 
 
 def export(made: Any, path: Path) -> None:

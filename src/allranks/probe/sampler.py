@@ -8,16 +8,16 @@ was being executed, also if that line was waiting, or in a C function.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import re
+import resource
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from allranks.probe.compilers import unseen_by_compilers
 from allranks.run.tracebacks import INSTALLED, OURS, short_path
@@ -25,6 +25,7 @@ from allranks.timing.traced_steps import Sample
 
 PERIOD_SECONDS = 0.0005
 MAX_SAMPLES = 20_000
+STOLEN = 0.5  # of the time between two samples: in less, this thread was not the one that ran
 # Hardly anybody uses it, and a process without a handler ignores it: whatever a script does to its
 # handlers, such as Lightning, which puts all back at its end, the timer never kills it.
 SIGNAL = signal.SIGURG
@@ -53,6 +54,16 @@ class _Times(ctypes.Structure):
     )
 
 
+class _Seen(NamedTuple):
+    """What a signal has found."""
+
+    now: float
+    cpu: float  # seconds of this thread
+    num_switches: int  # to other programs, whether it wanted or not
+    kind: str
+    place: tuple[str, int] | None
+
+
 class Sampler:
     """Samples the thread that starts it, which must be the main thread."""
 
@@ -60,7 +71,7 @@ class Sampler:
         self._look = look  # called with the time of each sample, between any two instructions
         self._torch = (folder_of_torch(), "torchinductor")
         self._kinds: dict[CodeType, str] = {}
-        self._seen: list[tuple[float, str, tuple[str, int] | None]] = []
+        self._seen: list[_Seen] = []
         self._timer = ctypes.c_void_p()
         self._began = 0.0
         self.is_running = False
@@ -107,7 +118,8 @@ class Sampler:
                 break
             frame = frame.f_back
         if len(self._seen) < MAX_SAMPLES:
-            self._seen.append((now, kind, place))
+            switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+            self._seen.append(_Seen(now, thread_time(), switches, kind, place))
         self._look(now)
 
     def _learn(self, code: CodeType) -> str:
@@ -123,16 +135,24 @@ class Sampler:
     def samples(self, offset: float) -> list[Sample]:
         """One for every period, at times of another clock, which is so many seconds ahead.
 
-        A signal that comes within a C function is handled at its end, however many have come.
+        A signal that comes within a C function is handled at its end, however many have come. They
+        also come together if the system has let other programs run in place of this thread: then
+        the line that it was about to execute takes no longer than otherwise.
         """
         found: list[Sample] = []
-        tick = itertools.count()
         due = self._began
-        for now, kind, place in self._seen:
-            line = None if place is None else f"{short_path(place[0])}:{place[1]}"
-            while due <= now:
-                found.append(Sample(due + offset, kind == TORCH, line))
-                due = self._began + (next(tick) + 1) * PERIOD_SECONDS
+        before = _Seen(self._began, 0.0, 0, LIBRARY, None)
+        for seen in self._seen:
+            line = None if seen.place is None else f"{short_path(seen.place[0])}:{seen.place[1]}"
+            is_stolen = (
+                seen.now - due > PERIOD_SECONDS
+                and seen.num_switches > before.num_switches
+                and seen.cpu - before.cpu < STOLEN * (seen.now - before.now)
+            )
+            while due <= seen.now:
+                found.append(Sample(due + offset, is_stolen or seen.kind == TORCH, line))
+                due += PERIOD_SECONDS
+            before = seen
         return found
 
 

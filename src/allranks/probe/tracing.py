@@ -34,8 +34,10 @@ from allranks.timing.traced_steps import reduce_trace
 
 VARIABLE = "ALLRANKS_TRACE"  # off: no traces
 START_AFTER = 11  # steps, in which memory is allocated, kernels are chosen and models compiled
-# So many steps are traced, by how long they take; all ranks must find the same.
-SHORT_STEP_SECONDS, NUM_SHORT, NUM_LONG = 0.025, 12, 3
+# So many steps are traced if they take less than so long, otherwise the last number: more operators
+# would take more than a second to read. All ranks must find the same.
+NUM_STEPS, LEAST_NUM_STEPS = {0.008: 12, 0.02: 5}, 3
+UNSURE = 0.7  # of a step's time: other ranks may find so little
 LEAST_STEPS = 2  # that were traced when something came in between
 MAX_ATTEMPTS = 3
 # A step that takes this many times longer than usual, and a bit, is no step: an evaluation or a
@@ -68,7 +70,7 @@ class Session:
 
     @property
     def num_steps(self) -> int:
-        """That were traced; the first end is that of the step that the start has slowed."""
+        """That were traced; the first end is that of the step before them."""
         return len(self.ends) - 1
 
     def start(self, step: int, interrupted: Callable[[str], None]) -> None:
@@ -80,6 +82,8 @@ class Session:
         self.profilers.interrupted = interrupted
         self.profilers.start()
         self._sampler.start()
+        if self.recorder.device is None:  # otherwise the device is still in the step before
+            self.end_step(step)
 
     def end_step(self, step: int) -> None:
         """Mark the end of a step."""
@@ -220,7 +224,10 @@ class Tracer:
             return
         usual = statistics.median(self._seconds)
         if not self._num_steps:
-            self._num_steps = NUM_SHORT if usual < SHORT_STEP_SECONDS else NUM_LONG
+            self._num_steps = num_steps(usual)
+            if self.recorder.peers:  # the traces of others slow this rank's steps, too
+                most = max(self._num_steps, num_steps(UNSURE * usual))
+                self.recorder.timeline.traced.update(range(step + 1, step + most + 3))
         self._attempts += 1
         self._session = Session(self.recorder, self.profilers, usual)
         self._session.start(step, self.give_up)
@@ -283,6 +290,11 @@ class Tracer:
             self._session.close()
             self._session = None
         self._start_after, self._last_end = None, 0.0
+
+
+def num_steps(seconds: float) -> int:
+    """How many steps to trace that take so long."""
+    return next((n for most, n in NUM_STEPS.items() if seconds < most), LEAST_NUM_STEPS)
 
 
 def in_tf32() -> list[str]:

@@ -115,7 +115,17 @@ def trace_of(content: Mapping[str, Any], rank: int) -> Trace | None:
     if not events:
         return None
     start = min(event["ts"] for event in events)
-    spans = [span_of(event, start) for event in events]
+    spans = [
+        Span(
+            event["name"],
+            event.get("cat", ""),
+            (event["ts"] - start) / 1e6,
+            (event["ts"] + event.get("dur", 0) - start) / 1e6,
+            (event.get("pid"), event.get("tid")),
+            event.get("args", {}),
+        )
+        for event in events
+    ]
     marks = [span for span in spans if span.name.startswith(STEP_MARK)]
     marks = sorted((mark for mark in marks if mark.kind == "user_annotation"), key=begin_of)
     if len(marks) < 2:
@@ -142,13 +152,6 @@ def trace_of(content: Mapping[str, Any], rank: int) -> Trace | None:
         group_sizes={group["pg_size"] for group in groups if "pg_size" in group},
         is_blind=bool(launches) and not device,
     )
-
-
-def span_of(event: Mapping[str, Any], start: float) -> Span:
-    begin = (event["ts"] - start) / 1e6
-    end = begin + event.get("dur", 0) / 1e6
-    thread = (event.get("pid"), event.get("tid"))
-    return Span(event["name"], event.get("cat", ""), begin, end, thread, event.get("args", {}))
 
 
 def begin_of(span: Span) -> float:
