@@ -146,3 +146,39 @@ def test_an_evaluation_within_a_trace_ends_it(tmp_path: Path) -> None:
     (event,) = run(tmp_path, script).events("trace")
     steps = event["last"] - event["first"] + 1
     assert steps >= 2 and event["busy"] * steps < 0.9, event
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "raise ValueError('gone')",
+        "sys.exit(3)",
+        "os._exit(4)",
+        "os.kill(os.getpid(), 15)",
+        "raise KeyboardInterrupt",
+    ],
+)
+def test_a_script_that_ends_within_a_trace_ends_as_without(tmp_path: Path, end: str) -> None:
+    """With a process that is forked in it, and an operation that is never ended."""
+    script = f"""
+        import sys
+        steps = 0
+        for epoch in range(6):
+            for x, y in DataLoader(data, batch_size=10):
+                train(x, y)
+                steps += 1
+                if steps == 14:
+                    torch.profiler.record_function("open").__enter__()
+                    if not (child := os.fork()):
+                        model(x)
+                        os._exit(0)
+                    os.waitpid(child, 0)
+                if steps == 17:
+                    {end}
+        """
+    ends = [
+        run_script(tmp_path, body(script), env={"ALLRANKS_TRACE": trace}) for trace in ("", "off")
+    ]
+    assert ends[0].exits == ends[1].exits != [0]
+    assert [one["samples"] for one in ends[0].steps()] == [10] * len(ends[1].steps())
+    assert ends[0].said("ValueError:") == ends[1].said("ValueError:")

@@ -33,11 +33,11 @@ from allranks.timing.trace import STEP_MARK, Interval, Trace, read_trace
 from allranks.timing.traced_steps import reduce_trace
 
 VARIABLE = "ALLRANKS_TRACE"  # off: no traces
+DECIDE_AFTER = 8  # steps: rank 0, for all ranks, how many are traced
 START_AFTER = 11  # steps, in which memory is allocated, kernels are chosen and models compiled
 # So many steps are traced if they take less than so long, otherwise the last number: more operators
-# would take more than a second to read. All ranks must find the same.
+# would take more than a second to read.
 NUM_STEPS, LEAST_NUM_STEPS = {0.008: 12, 0.02: 5}, 3
-UNSURE = 0.7  # of a step's time: other ranks may find so little
 LEAST_STEPS = 2  # that were traced when something came in between
 MAX_ATTEMPTS = 3
 # A step that takes this many times longer than usual, and a bit, is no step: an evaluation or a
@@ -66,6 +66,7 @@ class Session:
         self.ends: dict[int, float] = {}  # of the traced steps
         self.made: Any = None  # what has been traced, once it has ended
         self._began = 0.0
+        self._start_seconds = 0.0
         self._sampler = Sampler(self._look)
 
     @property
@@ -73,8 +74,13 @@ class Session:
         """That were traced; the first end is that of the step before them."""
         return len(self.ends) - 1
 
-    def start(self, step: int, interrupted: Callable[[str], None]) -> None:
-        """Trace from here on. `step` has just ended, or is about to."""
+    def start(
+        self, step: int, interrupted: Callable[[str], None], *, at_once: bool = False
+    ) -> None:
+        """Trace from here on. `step` has just ended, or is about to.
+
+        `at_once`: the next step counts, although the start may slow it a bit.
+        """
         self._began = perf_counter()
         timeline = self.recorder.timeline
         timeline.kept = []
@@ -82,7 +88,8 @@ class Session:
         self.profilers.interrupted = interrupted
         self.profilers.start()
         self._sampler.start()
-        if self.recorder.device is None:  # otherwise the device is still in the step before
+        self._start_seconds = perf_counter() - self._began
+        if at_once:
             self.end_step(step)
 
     def end_step(self, step: int) -> None:
@@ -115,9 +122,15 @@ class Session:
         counted = flops_of(trace, in_tf32() if trace.device else ())
         if counted is not None:
             fields |= {"flops": dict(counted.model), "recomputed": counted.recomputed}
-        took = perf_counter() - self._began
-        cost = max(0.0, took - len(self.ends) * (self.usual_seconds or 0.0))
-        return {"first": steps[1], "last": steps[-1], "cost": round(cost, 6), **fields}
+        first, last = steps[1] + timeline.offset, steps[-1] + timeline.offset
+        return {"first": first, "last": last, "cost": round(self._cost(), 6), **fields}
+
+    def _cost(self) -> float:
+        """What this trace has taken until now: to start, slower steps, and to read it."""
+        ended = max(self.ends.values())
+        traced = ended - self._began - self._start_seconds
+        slower = traced - len(self.ends) * (self.usual_seconds or 0.0)
+        return self._start_seconds + max(0.0, slower) + perf_counter() - ended
 
     def close(self) -> None:
         """Forget everything."""
@@ -177,6 +190,10 @@ class Tracer:
         elif step >= self._start_after:
             with uncompiled():
                 self._start(step)
+        elif step == DECIDE_AFTER and self.recorder.has_peers() and self.recorder.rank == 0:
+            self._num_steps = num_steps(statistics.median(self._seconds))
+            self._to_announce = f"{START_AFTER} {self._num_steps}"
+            self._tell_or_hear()
 
     def _plan(self, step: int, trained: float) -> None:
         """Decide on a later trace, if this rank is the one that does."""
@@ -207,7 +224,7 @@ class Tracer:
 
     def _announced(self, start_after: int, num_steps: int) -> None:
         self._num_steps = num_steps
-        if self.recorder.step < start_after:
+        if self.recorder.step <= start_after:
             self._start_after = start_after
         else:  # too late, but the others' traces slow this rank's steps too
             last = start_after + num_steps + 2
@@ -223,14 +240,13 @@ class Tracer:
             self.give_up(why)
             return
         usual = statistics.median(self._seconds)
-        if not self._num_steps:
-            self._num_steps = num_steps(usual)
-            if self.recorder.peers:  # the traces of others slow this rank's steps, too
-                most = max(self._num_steps, num_steps(UNSURE * usual))
-                self.recorder.timeline.traced.update(range(step + 1, step + most + 3))
+        if not self._num_steps and self.recorder.has_peers():
+            self._tell_or_hear()
+        self._num_steps = self._num_steps or num_steps(usual)
         self._attempts += 1
         self._session = Session(self.recorder, self.profilers, usual)
-        self._session.start(step, self.give_up)
+        # At once, unless a device is still in the step before.
+        self._session.start(step, self.give_up, at_once=self.recorder.device is None)
 
     def _trace(self, step: int, session: Session) -> None:
         session.end_step(step)

@@ -72,7 +72,7 @@ class Timeline:
 
     __slots__ = (
         *("_cutting", "_num_taken", "calls", "depth", "expect", "is_on", "is_taken", "label"),
-        *("kept", "marks", "num_steps", "record_event", "thread", "traced", "unix"),
+        *("kept", "marks", "num_steps", "offset", "record_event", "thread", "traced", "unix"),
     )
 
     def __init__(self) -> None:
@@ -84,6 +84,7 @@ class Timeline:
         self.expect: Callable[[Any], Any] | None = None
         self.is_taken = False  # by a loop of our own, which says where its steps end
         self.num_steps = 0  # that have ended
+        self.offset = 0  # how many steps an earlier attempt had made
         self.thread = threading.get_ident()
         self.record_event: Callable[[], DeviceEvent | None] | None = None
         # Of the step under way, behind those of the steps that nobody has taken yet. The first step

@@ -52,6 +52,7 @@ class Meter:
 
     def end_step(self, progress: Progress, batch: Batch, loss: Tensor | None) -> None:
         step = self._timeline.close()
+        self._timeline.offset = progress.step - self._timeline.num_steps
         seconds = step.host_seconds
         self.step_seconds += seconds
         event: dict[str, Any] = {
