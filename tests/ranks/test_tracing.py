@@ -180,5 +180,6 @@ def test_a_script_that_ends_within_a_trace_ends_as_without(tmp_path: Path, end: 
         run_script(tmp_path, body(script), env={"ALLRANKS_TRACE": trace}) for trace in ("", "off")
     ]
     assert ends[0].exits == ends[1].exits != [0]
-    assert [one["samples"] for one in ends[0].steps()] == [10] * len(ends[1].steps())
+    if "os." not in end:  # otherwise the last second may be lost
+        assert ends[0].samples() == ends[1].samples() == [10] * 17
     assert ends[0].said("ValueError:") == ends[1].said("ValueError:")
