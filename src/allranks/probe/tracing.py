@@ -142,7 +142,7 @@ class Session:
 class Tracer:
     """Traces steps of this rank."""
 
-    def __init__(self, recorder: Recorder, profilers: Profilers, *, once: bool) -> None:
+    def __init__(self, recorder: Recorder, profilers: Profilers, *, once: bool = False) -> None:
         self.recorder = recorder
         self.profilers = profilers
         self._once = once
