@@ -126,7 +126,11 @@ def own_code(text: str, tmp_path: Path) -> Callable[[list[Any]], None]:
     ("line", "text"),
     [
         (4, "def step(kept):\n    a = torch.ones(64, 64)\n    b = a @ a\n    kept.append(b + 1)\n"),
-        (3, "def step(kept):\n    a = torch.ones(999)\n    b = [a.sum(), a * 2]\n    kept += b\n"),
+        (4, "def step(kept):\n    a = torch.ones(999)\n    b = a * 2\n    kept.append(b)\n"),
+        (
+            3,
+            "def step(kept):\n    a = torch.ones(999)\n    kept += [a * 2]\n    b = a + 1\n",
+        ),
         (
             2,
             "def step(kept):\n    a = bytearray(1 << 16)\n    b = torch.ones(99)\n    kept += a,\n",

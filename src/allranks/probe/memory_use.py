@@ -9,6 +9,7 @@ import tracemalloc
 import weakref
 from collections import defaultdict
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
@@ -25,7 +26,7 @@ CHECK_SECONDS, CHECK_FACTOR = 1.0, 1.5  # when to look for growth first, and how
 MOST_LOOKS = 3  # what grows at first may be a cache
 WATCHED_STEPS, LATER_STEPS = 4, 2  # what is kept of the former by the end of the latter
 LEAST_SHARE = 0.3  # of the growth: what a line must keep to explain it
-MOST_LINES = 50_000  # that are followed: a script that runs more is left alone
+MOST_LINES = 20_000  # that are followed: a script that runs more is left alone
 MOST_CALLS = 20  # of a stack in which an object is made, from the innermost outwards
 STATM = Path("/proc/self/statm")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -116,8 +117,31 @@ class MemoryUse:
 Place = tuple[str, int, bool]  # file, line, and whether data is being loaded
 
 
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor, and the line at which each of what holds it began to."""
+
+    reference: weakref.ref[Any]
+    step: int  # in which it was made
+    holders: list[Place | None] = field(default_factory=list)
+
+    def count_holders(self, at: Place | None) -> None:
+        """After a line: who holds it now.
+
+        A line that runs again, or a call that returns to it, gives back what it held; a function
+        that ends, the variables that it set first.
+        """
+        one = self.reference()
+        if one is None:
+            return
+        more = sys.getrefcount(one) - 2 - len(self.holders)  # without `one` and the argument
+        self.holders += [at] * more
+        for _ in range(-more):
+            self.holders.remove(at if at in self.holders else self.holders[0])
+
+
 class LineWatch:
-    """Which lines of the user's code make what is still there some steps later.
+    """Which lines of the user's code make, or keep, what is still there some steps later.
 
     Tensors are found among Python's youngest objects, after each line. Everything else that Python
     allocates, and numpy's arrays, are known to tracemalloc.
@@ -128,7 +152,7 @@ class LineWatch:
         self._timeline = recorder.timeline
         self._step = 0
         self._at: Place | None = None
-        self._tensors: dict[int, tuple[weakref.ref[Any], Place | None, int]] = {}
+        self._tensors: dict[int, _Tensor] = {}
         self._arrays: dict[Place, float] = {}
         self._places: set[Place] = set()
         self._num_lines = 0
@@ -163,10 +187,10 @@ class LineWatch:
         """Bytes of a step that are still in use, by the line that made them."""
         found: defaultdict[Place, float] = defaultdict(float, self._arrays)
         seen: set[int] = set()
-        for reference, place, step in self._tensors.values():
-            tensor = reference()
+        for one in self._tensors.values():
+            tensor, place = one.reference(), one.holders[-1] if one.holders else None
             # Not of the first step, which began somewhere in between.
-            if tensor is None or place is None or not step:
+            if tensor is None or place is None or not one.step:
                 continue
             with suppress(Exception):  # one without a storage
                 storage = tensor.untyped_storage()
@@ -237,8 +261,12 @@ class LineWatch:
             # Not isinstance, which may run code of the object.
             if issubclass(type(one), torch.Tensor):
                 known = self._tensors.get(id(one))
-                if known is None or known[0]() is not one:
-                    self._tensors[id(one)] = (weakref.ref(one), self._at, self._step)
+                if known is None or known.reference() is not one:
+                    self._tensors[id(one)] = _Tensor(weakref.ref(one), self._step)
+        one = None
+        for tensor in self._tensors.values():
+            if tensor.step >= self._step - 1:
+                tensor.count_holders(self._at)
 
     def _caller(self, frame: FrameType) -> Place | None:
         back = frame.f_back
