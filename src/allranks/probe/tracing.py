@@ -185,7 +185,9 @@ class Tracer:
             self._seconds.append(now - self._last_end)
         self._last_end = now
         if self._start_after is None:
-            if not self._once and now - self._began >= LATER * self._traced_after:
+            # On a GPU, CUPTI would have to be attached again, which some drivers do not survive.
+            is_last = self._once or self.recorder.device is not None
+            if not is_last and now - self._began >= LATER * self._traced_after:
                 self._plan(step, now - self._began)
         elif step >= self._start_after:
             with uncompiled():

@@ -159,7 +159,7 @@ def why_no_pace(run: RunDir, measured: Timing | None) -> str | None:
     none = [rank for rank in steps if not steps[rank]]
     if not steps.get(most):
         if state == "running":
-            return "no optimizer step was seen yet"
+            return "no optimizer step was seen so far"
         return "no optimizer step was seen: the script must train with a torch optimizer, in Python"
     if none:
         ranks = f"rank {none[0]}" if len(none) == 1 else f"{len(none)} other ranks"
