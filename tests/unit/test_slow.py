@@ -101,7 +101,7 @@ def test_a_slow_rank_is_named_with_what_it_does_longer_and_its_node(tmp_path: Pa
     late = {**HEALTHY, "backward": 130.0}
     (one,) = found(tmp_path, HEALTHY, late, start={"host": "n1"})
     assert (one.cause, one.rank, one.node) == ("slow-rank", 1, "n1")
-    assert one.title.startswith("The others wait for rank 1 41% of the time: it is slower in back")
+    assert one.title.startswith("The others wait 41% of the time for rank 1: it is slower in back")
 
 
 def test_ranks_that_take_turns_in_being_slow_have_no_culprit(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_hot_gpu_below_its_clock(tmp_path: Path) -> None:
     hot, late = {**BUSY, "temperature": 88.0, "clock": 1200.0}, {**HEALTHY, "backward": 130.0}
     (one,) = found(tmp_path, HEALTHY, late, **devices(BUSY, hot))
     assert (one.cause, one.rank) == ("thermal-throttling", 1)
-    assert "61% of its clock" in one.title
+    assert "61% of its full clock" in one.title
     # All of them, so none waits.
     (one,) = found(tmp_path, HEALTHY, number=1, **devices(hot))
     assert (one.cause, one.rank) == ("thermal-throttling", None) and "61%" in one.title
@@ -176,7 +176,7 @@ def test_thresholds_can_be_others(tmp_path: Path) -> None:
     for wrong in ("least_seconds=6000", "least_steps=6000"):
         [short] = slow(run, Thresholds.parse([wrong]))
         assert short.cause == "too-short-to-judge" and short.confidence == "low"
-        assert "so far data: it waits for its loader 42% of the time" in short.title
+        assert "limited by data: training waits for its loader 42% of the time" in short.title
     for wrong in ("dat=0.1", "data=much", "data=-1", "data", "data=nan"):
         with pytest.raises(AllranksError, match="not a threshold"):
             Thresholds.parse([wrong])

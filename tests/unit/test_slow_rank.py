@@ -91,7 +91,7 @@ def test_the_verdict_says_why_a_rank_is_slow(tmp_path: Path) -> None:
     run = planted(tmp_path, HEALTHY, slow, comm=1.0, events=lambda rank: [devices[rank]])
     found = judge(run).verdict
     assert (found.limit, found.rank) == ("straggler", 1)
-    assert found.why.endswith("of the time: another process computes on its GPU")
+    assert found.why.endswith("for rank 1: another process computes on its GPU")
     assert found.next and "nvidia-smi" in found.next
 
 

@@ -177,7 +177,7 @@ def test_a_gpu_without_a_trace_is_judged_by_nvml_and_never_surely(tmp_path: Path
 def test_a_short_run_says_what_it_looks_like(tmp_path: Path) -> None:
     found = verdict_of(planted(tmp_path, {**HEALTHY, "data": 300.0}, steps=15))
     assert (found.limit, found.sure, found.gain) == ("too-short", False, None)
-    assert "it waits for its loader" in found.why
+    assert "training waits for its loader" in found.why
     found = verdict_of(planted(tmp_path, HEALTHY, steps=1, number=1))
     assert found.limit == "too-short" and "too few steps" in found.why
     found = verdict_of(planted(tmp_path, HEALTHY, steps=0, number=2))

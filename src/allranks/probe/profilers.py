@@ -1,7 +1,7 @@
 """Starts and stops torch's profiler for the probe, and keeps it away from the script's own.
 
 Two profilers at once, or one that sees the end of an operation that began under another, end a
-script in SIGSEGV (torch 2.13). So ours ends when the script makes one, and none is started after.
+script in SIGSEGV (torch 2.13). So ours ends when the script makes one, and no other is started.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from allranks.probe.compilers import unseen_by_compilers
 from allranks.probe.recorder import Recorder
 
-SILENT = 6  # above the highest level of Kineto's log
+SILENT = 6  # above the highest level of messages in Kineto's log
 LOG_LEVEL = "_ZN9libkineto6Logger14severityLevel_E"
-ITS_OWN = "the script has a profiler of its own"
-GRAPHS = "the script uses CUDA graphs, which a profiler that comes and goes may crash"
-DAEMON = "another program may profile the script (KINETO_USE_DAEMON)"
+ITS_OWN = "the script uses a profiler of its own"
+GRAPHS = "the script uses CUDA graphs, which may crash when a profiler starts or stops"
+DAEMON = "another program may profile the script (KINETO_USE_DAEMON is set)"
 UNLOADED = "TEARDOWN_CUPTI"  # 1: the library that traces a GPU is unloaded after a trace
 
 
@@ -59,7 +59,7 @@ class Profilers:
 
         with_device = self.recorder.device is not None
         if with_device:
-            # Otherwise every launch takes longer from now on, until the script ends.
+            # Otherwise every launch would take longer until the script ends.
             os.environ.setdefault(UNLOADED, "1")
         self._is_making = True
         try:
@@ -109,7 +109,7 @@ class Profilers:
             self.end(ITS_OWN)
 
     def _follow_functions(self) -> None:
-        """Know which record_functions are open; only now, as torch.jit compiles their methods."""
+        """Note which record_functions are open; not before, as torch.jit compiles their methods."""
         from torch.autograd.profiler import record_function as kind
 
         def opened(function: Any) -> None:
@@ -126,7 +126,7 @@ class Profilers:
             self._hooked.append((name, hooked, original))
 
     def _end_functions(self) -> None:
-        """End the record_functions that are still open: under another profiler it would crash."""
+        """End the record_functions that are open: they would crash under another profiler."""
         from torch.autograd.profiler import record_function as kind
 
         while self._hooked:
@@ -140,7 +140,7 @@ class Profilers:
 
 
 def only_a_trace() -> Any:
-    """What keeps newer releases of torch from making more of a trace than its file."""
+    """Keeps newer releases of torch from making anything but the trace file."""
     from torch._C._profiler import _ExperimentalConfig
 
     try:
@@ -172,7 +172,7 @@ def hook_profilers(profilers: Profilers) -> None:
 def told_before(
     original: Callable[..., Any], recorder: Recorder, tell: Callable[[Any], None]
 ) -> Callable[..., Any]:
-    """A method that tells us its object before it does what it did."""
+    """A method that first tells us its object, then does what it did before."""
 
     @unseen_by_compilers
     @functools.wraps(original)
@@ -186,7 +186,7 @@ def told_before(
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Keep torch's profiler from writing lines to stderr, as it does at every start and stop."""
+    """Keep torch's profiler from writing to stderr, as it does whenever it starts and stops."""
     level = log_level()
     before = level.value if level is not None else 0
     if level is not None:

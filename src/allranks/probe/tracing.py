@@ -35,23 +35,23 @@ from allranks.timing.traced_steps import reduce_trace
 VARIABLE = "ALLRANKS_TRACE"  # off: no traces
 DECIDE_AFTER = 8  # steps: rank 0, for all ranks, how many are traced
 START_AFTER = 11  # steps, in which memory is allocated, kernels are chosen and models compiled
-# So many steps are traced if they take less than so long, otherwise the last number: more operators
-# would take more than a second to read.
+# How many steps are traced if each takes less than so many seconds; the last number if they take
+# longer. Reading more operators would take over a second.
 NUM_STEPS, LEAST_NUM_STEPS = {0.008: 12, 0.02: 5}, 3
-LEAST_STEPS = 2  # that were traced when something came in between
+LEAST_STEPS = 2  # if a trace is interrupted after fewer, it is made again
 MAX_ATTEMPTS = 3
-# A step that takes this many times longer than usual, and a bit, is no step: an evaluation or a
+# What takes this many times as long as a usual step, and a bit more, is an evaluation or a
 # checkpoint, of which a profiler might record gigabytes.
 PAUSE, PAUSE_SECONDS = 5, 0.1
-MAX_TRACE_BYTES = 1 << 26  # to read more takes seconds
-# Later traces: whenever the training has taken this many times longer than by the last one, as long
-# as all of them together take less than this share of it.
+MAX_TRACE_BYTES = 1 << 26  # reading more takes seconds
+# A later trace is made whenever the training has lasted this many times as long as at the last one,
+# provided that all later ones together take less than this share of it.
 LATER, LATER_SHARE = 2, 0.005
-# How long before a trace rank 0 announces it to ranks on its machine, and to others: files of other
-# machines are seen late.
+# How long in advance rank 0 announces a trace to ranks on its own machine, and to others, which see
+# its files late.
 AHEAD_SECONDS, AHEAD_ELSEWHERE_SECONDS = 5.0, 90.0
 ANNOUNCED = ".next-trace.json"  # in the attempt's folder
-INTERRUPTED = "every trace was interrupted, by an evaluation or a checkpoint"
+INTERRUPTED = "every trace was interrupted by something like an evaluation or a checkpoint"
 
 
 class Session:
@@ -62,7 +62,7 @@ class Session:
     ) -> None:
         self.recorder = recorder
         self.profilers = profilers
-        self.usual_seconds = usual_seconds  # of a step; None: a trace may take as long as it takes
+        self.usual_seconds = usual_seconds  # of a step; None: a trace may take any time
         self.ends: dict[int, float] = {}  # of the traced steps
         self.made: Any = None  # what has been traced, once it has ended
         self._began = 0.0
@@ -107,7 +107,7 @@ class Session:
         self.made = self.profilers.stop(waits=waits) or self.made
 
     def _look(self, now: float) -> None:
-        """Stop if a step takes too long. Called by a signal: nothing else can be done here."""
+        """Stop if a step takes too long. Called from a signal handler, so it does nothing else."""
         usual, last = self.usual_seconds, next(reversed(self.ends.values()), self._began)
         if usual is not None and now - last > PAUSE * usual + PAUSE_SECONDS:
             self.stop(waits=False)
@@ -126,7 +126,7 @@ class Session:
         return {"first": first, "last": last, "cost": round(self._cost(), 6), **fields}
 
     def _cost(self) -> float:
-        """What this trace has taken until now: to start, slower steps, and to read it."""
+        """What this trace has cost so far: starting it, slower steps, reading it."""
         ended = max(self.ends.values())
         traced = ended - self._began - self._start_seconds
         slower = traced - len(self.ends) * (self.usual_seconds or 0.0)
@@ -185,7 +185,7 @@ class Tracer:
             self._seconds.append(now - self._last_end)
         self._last_end = now
         if self._start_after is None:
-            # On a GPU, CUPTI would have to be attached again, which some drivers do not survive.
+            # On a GPU, CUPTI would have to be attached again, which is not known to be safe.
             is_last = self._once or self.recorder.device is not None
             if not is_last and now - self._began >= LATER * self._traced_after:
                 self._plan(step, now - self._began)
@@ -212,7 +212,7 @@ class Tracer:
             self._to_announce = f"{self._start_after} {self._num_steps}"
 
     def _tell_or_hear(self) -> None:
-        """Announce the next trace, or learn of it. In the writing thread: disks may be slow."""
+        """Announce the next trace, or learn of it. By the writing thread: disks may be slow."""
         path = self.recorder.folder / ANNOUNCED
         with suppress(Exception):
             if self._to_announce is not None:
@@ -247,7 +247,7 @@ class Tracer:
         self._num_steps = self._num_steps or num_steps(usual)
         self._attempts += 1
         self._session = Session(self.recorder, self.profilers, usual)
-        # At once, unless a device is still in the step before.
+        # At once, unless a GPU may still be working on the step before.
         self._session.start(step, self.give_up, at_once=self.recorder.device is None)
 
     def _trace(self, step: int, session: Session) -> None:
@@ -259,7 +259,7 @@ class Tracer:
             self._try_again(step)
             return
         collects = gc.isenabled()
-        gc.disable()  # it would look through all of torch, again and again
+        gc.disable()  # it would go through all of torch's objects again and again
         try:
             fields = session.reduce(self._read(session.made))
         finally:
@@ -285,7 +285,7 @@ class Tracer:
             path = Path(folder, "trace.json")
             export(made, path)
             if path.stat().st_size > MAX_TRACE_BYTES:
-                raise RuntimeError(f"the trace has {path.stat().st_size >> 20} MiB")
+                raise RuntimeError(f"the trace of {path.stat().st_size >> 20} MiB is too large")
             trace = read_trace(path, self.recorder.rank)
         if trace is None:
             raise RuntimeError("the trace has no steps")
@@ -294,7 +294,7 @@ class Tracer:
         return trace
 
     def give_up(self, problem: str) -> None:
-        """No traces any more; an event says why, if there was none yet."""
+        """Trace no more; if there was no trace yet, an event says why."""
         self._rest()
         if self.at_step in self.recorder.at_step:
             self.recorder.at_step.remove(self.at_step)
@@ -311,7 +311,7 @@ class Tracer:
 
 
 def num_steps(seconds: float) -> int:
-    """How many steps to trace that take so long."""
+    """How many steps to trace if each takes so many seconds."""
     return next((n for most, n in NUM_STEPS.items() if seconds < most), LEAST_NUM_STEPS)
 
 

@@ -1,8 +1,8 @@
 """Memory that grows with every step: of a rank's process, and of its GPU.
 
-A healthy training grows too, for a while: caches fill, allocators take memory in portions, a data
-set keeps what it has read. So only growth counts that is as strong at the end as before, of what is
-never given back, and that would fill the memory before long.
+Healthy runs grow too, for a while: caches fill, allocators take memory in large pieces, a data set
+keeps what it has read. So growth counts only if it does not slow down, if the memory is never given
+back, and if it would be full before long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCKS = 6
 STEADY = 0.5  # the block that grows least, over the one that grows most
 LEAST_BYTES = 16 << 20  # in all blocks together
 FULL_WITHIN = 3 * 86400.0  # seconds: what takes longer does no harm
-# Until its data was read once, a rank may keep what it reads, or results until the epoch's end.
+# In its first epoch, a rank may keep the data that it reads, or results until the epoch ends.
 FIRST_EPOCH_FULL_WITHIN = 3600.0
 
 Where = Literal["host", "device"]
@@ -44,7 +44,7 @@ class Growth:
     bytes_per_step: float
     bytes_per_second: float
     full_in: float | None  # seconds; None if the size of the memory is not known
-    line: str | None = None  # of the user's code that allocates it
+    line: str | None = None  # of the user's code that keeps it
 
     @property
     def text(self) -> str:
@@ -62,14 +62,14 @@ def in_words(seconds: float) -> str:
 
 
 def growing_memory(records: Mapping[int, RankRecord], info: Mapping[str, Any]) -> list[Growth]:
-    """What grows on any rank: at most one for the hosts and one for the devices."""
+    """The memory that grows most, of all hosts and of all devices: at most one of each."""
     found = [*_host_growths(records, info), *_device_growths(records)]
     by_place = [[one for one in found if one.where == where] for where in ("device", "host")]
     return [max(ones, key=lambda one: one.bytes_per_step) for ones in by_place if ones]
 
 
 def points_of(record: RankRecord, where: Where) -> list[Point]:
-    """By step: early ones at the ends of steps, later ones whenever the device was sampled."""
+    """In order of time: at the ends of early steps, later whenever the device was sampled."""
     points: list[Point] = []
     for event in itertools.chain(record.others["memory"], record.devices):
         if event["event"] == "memory":
@@ -85,7 +85,7 @@ def points_of(record: RankRecord, where: Where) -> list[Point]:
 
 
 def steady_growth(points: Sequence[Point]) -> tuple[float, float] | None:
-    """Bytes per step and per second that memory grows by, if it does so steadily; else None."""
+    """Bytes per step and per second by which memory grows, if it grows steadily; else None."""
     if len(points) < 2:
         return None
     first, last = points[0].step, points[-1].step
@@ -106,7 +106,7 @@ def steady_growth(points: Sequence[Point]) -> tuple[float, float] | None:
 
 
 def _value_at(step: float, steps: Sequence[int], values: Sequence[float]) -> float:
-    """Between two points, in proportion."""
+    """The value at a step, interpolated between two points."""
     for (low, before), (high, after) in itertools.pairwise(zip(steps, values, strict=True)):
         if low <= step <= high:
             return before + (after - before) * ((step - low) / (high - low) if high > low else 1.0)
@@ -154,13 +154,13 @@ def is_harmful(record: RankRecord, full_in: float | None) -> bool:
 
 
 def has_read_all(record: RankRecord) -> bool:
-    """Whether a rank has begun to read its data for the second time, or has none to read."""
+    """Whether a rank has read all of its data at least once, or has none to read."""
     if record.others["epoch"] or (record.epochs_completed or 0) >= 1:
         return True
     return not record.others["dataset"] and "samples_per_epoch" not in record.start
 
 
 def line_of(record: RankRecord, where: Where) -> str | None:
-    """The line that allocates what is kept, if the rank has looked for it."""
+    """The line that keeps it, if the rank has found one."""
     found = [event["line"] for event in record.others["kept"] if event["where"] == where]
     return str(found[-1]) if found else None

@@ -11,7 +11,7 @@ from allranks.run.record import RankRecord
 from allranks.timing.comparison import device_name, gpu_memory
 from allranks.timing.steps import Timing
 
-# What the catalogue of GPUs calls them; the first that a GPU has is the one that it computes in.
+# The names in the catalogue of GPUs; a GPU computes in the first of them that it has.
 PEAKS: Mapping[str, tuple[Precision, ...]] = {
     "float32": ("fp32",),
     "tf32": ("tf32", "fp32"),
@@ -19,7 +19,7 @@ PEAKS: Mapping[str, tuple[Precision, ...]] = {
     "bfloat16": ("bf16",),
     "float8": ("fp8",),
 }
-NEGLIGIBLE = 0.01  # of all operations: a precision with fewer needs no peak
+NEGLIGIBLE = 0.01  # of all operations: below this, a precision without a known peak is ignored
 
 
 def utilisation(
@@ -48,7 +48,7 @@ def utilisation(
 def least_seconds(
     flops: Mapping[str, float], device: str, memory_bytes: int | None = None
 ) -> float | None:
-    """How long a GPU at its peak takes for these operations; None if a peak is not known."""
+    """How long these operations take a GPU at its peak; None if a peak is not known."""
     board = find_gpu(device, memory_bytes)
     if board is None:
         return None

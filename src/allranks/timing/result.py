@@ -75,7 +75,7 @@ class VerdictLine:
 
 
 def verdict_lines(found: Mapping[str, Any]) -> list[VerdictLine]:
-    """What is concluded about a run, from its object: its limit comes first."""
+    """What is concluded about a run, from its object; its limit comes first."""
     verdict, since = found.get("verdict"), found.get("since")
     lines = []
     is_unknown = verdict and verdict["limit"] == "unknown"
@@ -111,7 +111,7 @@ def verdict_table(rows: Sequence[tuple[str, Cell]], lines: Sequence[VerdictLine]
 
 
 def sentences(found: Mapping[str, Any], *labels: str) -> list[str]:
-    """What is concluded about a run under these labels; nothing of a limit that is not known."""
+    """What is concluded about a run under these labels; nothing if its limit is not known."""
     if not found.get("verdict") or found["verdict"]["limit"] in NOT_KNOWN:
         return []
     return [one.sentence for one in verdict_lines(found) if one.label in labels]
@@ -132,7 +132,7 @@ def own_work_divided(parts: Mapping[str, float], found: Mapping[str, Any]) -> di
 
 
 def shown_parts(rows: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """What to call each part in a table of these: of a trace, only parts that matter in any."""
+    """What to call each part in a table of these; parts of a trace only if any row has them."""
     those = [*rows]
     return {
         part: PART_WORDS.get(part, part)
@@ -143,7 +143,7 @@ def shown_parts(rows: Iterable[Mapping[str, float]]) -> dict[str, str]:
 
 
 def with_line(text: str, line: str | None) -> str:
-    """A text that names the line of the user's code."""
+    """A text, followed by the line of the user's code unless it names it already."""
     return clean(text if not line or line in text else f"{text} ({line})")
 
 

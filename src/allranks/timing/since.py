@@ -12,7 +12,7 @@ from allranks.run.folder import NAME, RunDir
 from allranks.show.numbers import count, percent
 from allranks.timing.comparison import bench_of, device_name
 
-MOST_LOOKED_AT = 20  # runs of the job, from the newest: their run.json is read
+MOST_LOOKED_AT = 20  # of the job's newest runs: each run.json has to be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Earlier:
     pace: float | None  # samples/s
 
     def until(self, shares: Mapping[str, float], pace: float | None) -> dict[str, Any]:
-        """What has changed since, as JSON and in words."""
+        """What has changed since then, as JSON and in words."""
         job, _, code = self.run.rpartition("-")
         match = NAME.fullmatch(self.run)
         name = f"{match['job'] if match else job}-...-{code}"

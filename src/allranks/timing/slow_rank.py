@@ -12,21 +12,21 @@ from allranks.show.numbers import count, percent
 
 LOWER_CLOCK = 0.95  # of the others' clock: chips of one kind differ by less
 MOSTLY = 0.5  # of a rank's samples
-HOT = 83.0  # degrees Celsius; where drivers do not say what slows a GPU
+HOT = 83.0  # degrees Celsius; used where the driver does not say what slows a GPU
 AT_LIMIT = 0.97  # of the power limit
 FEWER_CPUS = 0.8  # of the others'
 WAITS_FOR_CPU, WAITS_MORE = 10.0, 2.0  # percent of the time, and times the others' percentage
-# The clock of a GPU that has little to do is low because of that.
+# A GPU that has little to do lowers its clock for that reason alone.
 BUSY = 50.0  # percent
 
 Kind = Literal["neighbour", "temperature", "power", "clock", "cores", "load"]
 FIXES: Mapping[Kind, str] = {
     "neighbour": "nvidia-smi shows whose process it is: end it, or ask for GPUs of your own",
     "temperature": "tell the site that its cooling is insufficient",
-    "power": "ask for the same power limit on all GPUs (nvidia-smi -q -d POWER)",
-    "clock": "nvidia-smi -q -d PERFORMANCE,CLOCK says what keeps its clock low: tell the site",
-    "cores": "give every rank as many CPUs (slurm.cpus_per_gpu, --cpus-per-task, taskset)",
-    "load": "look for other work on its CPUs (top)",
+    "power": "ask for the same power limit on all GPUs (nvidia-smi -q -d POWER shows it)",
+    "clock": "nvidia-smi -q -d PERFORMANCE,CLOCK shows what slows it; tell the site",
+    "cores": "give all ranks the same number of CPUs (slurm.cpus_per_gpu, --cpus-per-task)",
+    "load": "look for other processes on its CPUs (top)",
 }
 
 
@@ -53,7 +53,7 @@ class _Samples:
         return self.rank.mean(name, of=self.rank.devices)
 
     def usual(self, name: str) -> float | None:
-        """Of the middle one of the other ranks."""
+        """The median of the other ranks."""
         means = [one.mean(name, of=one.devices) for one in self.others]
         known = [mean for mean in means if mean is not None]
         return statistics.median(known) if known else None
@@ -74,7 +74,7 @@ def _share(record: RankRecord, word: str) -> float:
 
 
 def slow_rank_reason(records: Mapping[int, RankRecord], rank: int) -> Reason | None:
-    """Why this rank is slower than the others; None if its machine does not show it."""
+    """Why this rank is slower than the others; None if its machine shows no reason."""
     others = [record for number, record in records.items() if number != rank]
     if rank not in records or not others:
         return None

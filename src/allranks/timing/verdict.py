@@ -48,10 +48,10 @@ Limit = Literal[
 ]
 MOST_BYTES = 3 << 20  # of events, of all ranks together: takes a second on a busy machine
 LEAST_BYTES = 1 << 14  # of a rank
-RUN_ERROR = 0.15  # of a share: so much may it differ in another run, or in steps not traced
+RUN_ERROR = 0.15  # of a share: how much it may differ in another run, or in steps not traced
 MOST_GAIN = 1000.0
-JITTER = 2.0  # times the border: so much waiting for each other in turns is usual on busy machines
-MOST_EARLIER = 5  # runs that are judged to find one to compare with: most that do not fit are short
+JITTER = 2.0  # times the border: ranks that take turns at being last are usual on busy machines
+MOST_EARLIER = 5  # runs that are judged to find one to compare with: some are too short
 EARLIER_BYTES = MOST_BYTES // 3
 
 
@@ -62,13 +62,13 @@ class Verdict:
     limit: Limit
     why: str
     share: float | None = None  # of the time from the first steady step to the last, 0 to 1
-    rank: int | None = None  # the one rank that it is about
+    rank: int | None = None  # if it is about a single one
     sure: bool = False
     next: str | None = None  # what to type
-    gain: float | None = None  # at most so many times as fast without it
+    gain: float | None = None  # without it, a run is at most this many times as fast
     line: str | None = None  # of the user's code, such as train.py:52
     shares: Mapping[str, float] = field(default_factory=dict)  # of all parts; they sum to 1
-    cause: str | None = None  # under which the doctor publishes it; None for none
+    cause: str | None = None  # the doctor's name for it, if it has one
     evidence: str = ""  # the numbers behind it
 
     def as_json(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def judge(
     records: Mapping[int, RankRecord] | None = None,
     thresholds: Thresholds | None = None,
 ) -> Judgement:
-    """What limited a run. Takes two seconds at most, however long the run.
+    """What limited a run. Takes at most two seconds, however long the run was.
 
     `measured`, `records`: if the caller has read them already.
     """
@@ -117,8 +117,8 @@ def judge(
         if found.verdict.shares and (before := _earlier(run.path)) is not None:
             since = before.until(found.verdict.shares, measured.pace if measured else None)
             return dataclasses.replace(found, since=since)
-    except Exception:  # files that no rank has written: a run ends, and is shown, without a verdict
-        return Judgement(verdict=unknown("its event files are not what a rank writes"))
+    except Exception:  # odd files: a run must end, and be shown, without a verdict
+        return Judgement(verdict=unknown("its event files could not be understood"))
     return found
 
 
@@ -176,13 +176,13 @@ def verdict_of(
     limits: Thresholds,
     rare: float = 0.0,
 ) -> Verdict:
-    """`rare`: pauses of the average step that these records do not show."""
+    """`rare`: seconds of pauses per step, on average, that these records do not show."""
     if measured is None:
         return not_measured(run, records)
     is_one_clock = str(run.info().get("layout", "")).startswith("1x")
     found = measure(records, measured, is_one_clock=is_one_clock, rare=rare)
     if found is None:
-        return unknown("its steps do not say what they were spent on: the probe was off")
+        return unknown("its steps do not say where their time went: the probe was off")
     facts = Facts(run=run, records=records, found=found, limits=limits)
     limit = limit_of(facts)
     said = SAYING[limit](facts)
@@ -204,7 +204,7 @@ def verdict_of(
 
 
 def read_ends_within(run: RunDir, attempt: int, most: int) -> dict[int, RankRecord]:
-    """The first and the last events of all ranks, of so many bytes together."""
+    """The first and the last events of all ranks, `most` bytes of them in all."""
     ranks = run.ranks(attempt)
     each = max(LEAST_BYTES, most // len(ranks))
     return {rank: read_both_ends(run, attempt, rank, each) for rank in ranks}
@@ -214,7 +214,7 @@ def not_measured(run: RunDir, records: Mapping[int, RankRecord]) -> Verdict:
     """Why a run has no verdict, though it has begun."""
     ends = [record.end or {} for record in records.values()]
     if any((end.get("error") or {}).get("own_ranks") for end in ends):
-        return unknown("the script started ranks itself, and only it knows what they train")
+        return unknown("the script started its ranks itself, and only it knows what they train")
     why = why_no_pace(run, None) or TOO_FEW
     if why in (TOO_FEW, STOPPED_EARLY):
         return Verdict(limit="too-short", why=why)
@@ -227,7 +227,7 @@ def too_short(likely: Verdict, found: Measured) -> Verdict:
     return dataclasses.replace(
         likely,
         limit="too-short",
-        why=f"{only}, so far {likely.limit}: {likely.why}",
+        why=f"{only}, which look limited by {likely.limit}: {likely.why}",
         sure=False,
         next=f"let it run for at least {ENOUGH_STEPS} steady steps",
         gain=None,
@@ -239,7 +239,7 @@ def too_short(likely: Verdict, found: Measured) -> Verdict:
 
 
 def gain_of(share: float) -> float:
-    """At most so many times as fast without that share of the time."""
+    """How many times as fast a run can be without that share of its time."""
     return round(min(MOST_GAIN, 1 / max(1e-9, 1 - share)), 3)
 
 
@@ -262,7 +262,7 @@ def is_sure(limit: Limit, found: Measured, limits: Thresholds) -> bool:
     shares = found.shares
     rivals = [part for part in LIMITS[1:] if part != limit]
     if not found.has_trace:
-        # Anything may be hidden in the local work.
+        # Any of these may be hidden in the local work.
         rivals = [part for part in rivals if part not in LOCAL]
         hidden = math.fsum(shares[part] for part in LOCAL)
         if shares[limit] <= hidden:

@@ -31,7 +31,7 @@ METRICS = ("work", "seconds", "data", "wait", "utilization")
 SPARK_POINTS = 40
 MOST_METRICS = 4  # among the large numbers of a run
 HOT_DEGREES = 85
-MFU = "model FLOPs utilisation: what the model needs, of what its devices can do"
+MFU = "model FLOPs utilisation: how much of its GPUs' peak speed the model uses"
 MUCH_DATA = 0.1  # of a step, waiting for data
 
 Row = Sequence[float | None]

@@ -1,4 +1,4 @@
-"""Questions about runs that take long to answer: asked seldom, and by a thread."""
+"""Questions about runs that take long to answer: asked rarely, and by a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from allranks.run.folder import RunDir
 from allranks.watch.views import RunView
 
-TIMES_ITS_ANSWER = 50  # times as long as it took to answer: a slow answer is asked for less often
+TIMES_ITS_ANSWER = 50  # so many times as long as the last answer took, it is not asked again
 CLOSE_SECONDS = 0.5
 
 Answer = TypeVar("Answer")
@@ -19,7 +19,7 @@ Answer = TypeVar("Answer")
 class Questions(Generic[Answer]):
     """The newest answer about each run. A thread asks, about one run at a time.
 
-    Asked when a run begins, stalls or ends, and while it runs after `seconds` at the earliest.
+    Asked when a run begins, stalls or ends; while it runs, every `seconds` at most.
     """
 
     def __init__(self, ask: Callable[[RunDir], Answer], seconds: float) -> None:
@@ -36,7 +36,7 @@ class Questions(Generic[Answer]):
         return self._known.get(run)
 
     def look(self, runs: Iterable[tuple[RunDir, RunView]]) -> bool:
-        """Ask about one of these if that is due; returns whether an answer has come."""
+        """Ask about one of these if it is time to; returns whether an answer has come."""
         if self._thread is None or not self._thread.is_alive():
             due = next((run for run, view in runs if self._is_due(view)), None)
             if due is not None:
@@ -48,7 +48,7 @@ class Questions(Generic[Answer]):
         return has_news
 
     def close(self) -> None:
-        """Hardly wait: a question still open ends with the process."""
+        """Wait only briefly: an open question ends with the process."""
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 

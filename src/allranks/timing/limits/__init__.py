@@ -1,4 +1,4 @@
-"""What is said of each limit: why, by which numbers, on which rank and line, and what to type."""
+"""What is said about each limit: why, with which numbers, which rank and line, what to type."""
 
 from __future__ import annotations
 

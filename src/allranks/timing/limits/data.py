@@ -1,4 +1,4 @@
-"""What is said of a run that waits for its data: what its loader has, and what it lacks."""
+"""What is said about a run that waits for its data: what its loader has, and what it lacks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any
 from allranks.show.numbers import count, duration
 from allranks.timing.limits.facts import Facts, Said, device_means
 
-ONE_RANK = 0.05  # of a step: by how much one rank alone waits longer for data than twice the others
-ALL_CPUS = 0.9  # of a machine's: above this, none is left for more workers
-BURST = 0.8  # of the time for data: more in a few steps are workers that start
+ONE_RANK = 0.05  # of a step: one rank is to blame if it waits this much more than twice any other
+ALL_CPUS = 0.9  # of the machine's: if more are in use, none are left for more workers
+BURST = 0.8  # of the time for data: if a few steps take more, it is spent on starting workers
 
 
 def data(facts: Facts) -> Said:
     seconds = facts.found.timing.data_seconds
     worst = max(seconds, key=lambda rank: seconds[rank])
     others = [took for rank, took in seconds.items() if rank != worst]
-    # One rank is to blame only if it waits much longer than every other.
     least = ONE_RANK * facts.found.timing.step_seconds
     is_one = bool(others) and seconds[worst] > 2 * max(others) + least
-    who = "it waits for its loader" if facts.is_alone else "ranks wait for their loaders"
+    who = "training waits for its loader" if facts.is_alone else "ranks wait for their loaders"
     who = f"rank {worst} waits for its loader" if is_one else who
     because, cause, fix = loader_words(facts, worst, is_one=is_one)
     beside = f" on rank {worst}, at most {duration(max(others))} on others" if others else ""
@@ -35,7 +34,7 @@ def data(facts: Facts) -> Said:
 
 
 def loader_of(facts: Facts, rank: int) -> Mapping[str, Any] | None:
-    """What the training loader of a script is set to."""
+    """The settings of a script's training loader."""
     said = facts.records[rank].others["loader"]
     return said[-1] if said else None
 
@@ -54,9 +53,9 @@ def loader_words(facts: Facts, rank: int, *, is_one: bool) -> tuple[str, str, st
     workers, cpus, per_node = workers_of(facts, rank), facts.cpus, facts.per_node
     fair = max(2, (cpus or 4 * per_node) // per_node - 1)
     if workers is None:
-        return "how many workers it has is not known", "data-bound", staging(facts)
+        return "its number of workers is not known", "data-bound", staging(facts)
     is_full = cpus is not None and in_use(facts) > ALL_CPUS * cpus
-    full = "more CPUs per rank, or samples that take less to make (allranks bench data)"
+    full = "more CPUs per rank, or samples that load faster (allranks bench data)"
     if workers == 0:
         few = "too-few-workers" if not is_one else "data-bound"
         more = more_workers(facts, fair, persistent_workers=True)
@@ -64,19 +63,20 @@ def loader_words(facts: Facts, rank: int, *, is_one: bool) -> tuple[str, str, st
     if cpus and workers * per_node > 2 * cpus:
         many = f"{workers * per_node} workers share {cpus} CPUs"
         return many, "too-many-workers", more_workers(facts, fair)
+    were = "is" if workers == 1 else "are"
     loader, node = loader_of(facts, rank) or {}, facts.node_of(rank)
     if loader.get("persistent_workers") is False and facts.found.burst > BURST:
-        again = f"its {count(workers, 'worker')} start anew in every epoch"
+        again = f"its {count(workers, 'worker')} {were} started again in every epoch"
         return again, "data-bound", "DataLoader(..., persistent_workers=True)"
     if is_one:
         there = f" of {node}" if node else ""
         fix = f"look at the disk and the CPUs{there} (iostat -x 1, top), and at the files it reads"
-        return "the others hardly wait: its disk, CPUs or data differ", "data-bound", fix
+        return "the others hardly wait: its disk, CPUs or data must differ", "data-bound", fix
     busy = device_means(facts.records[rank]).get("workers_cpu", 0.0) / workers
-    known = f"its {count(workers, 'worker')} {'is' if workers == 1 else 'are'}"
-    if busy < facts.limits.busy:  # more of them wait at the same time
+    known = f"its {count(workers, 'worker')} {were}"
+    if busy < facts.limits.busy:  # more workers can wait for the disk at the same time
         more = more_workers(facts, fair) if workers < fair else staging(facts)
-        return f"{known} waiting, too", "data-bound", more
+        return f"{known} often idle: the disk or the network may be slow", "data-bound", more
     if is_full:
         return f"{known} always busy, and so are all {cpus} CPUs", "too-few-workers", full
     return f"{known} always busy", "too-few-workers", more_workers(facts, max(fair, workers + 1))
@@ -91,8 +91,8 @@ def more_workers(facts: Facts, workers: int, **settings: Any) -> str:
 
 def staging(facts: Facts) -> str:
     if facts.is_task:
-        return "data.stage=local keeps the data on the node's own disk; or data.num_workers=…"
-    return "stage: in the job file keeps the data on the node's own disk; allranks bench data"
+        return "data.stage=local keeps the data on the node's own disk, or data.num_workers=…"
+    return "stage: in the job file keeps the data on the node's own disk (allranks bench data)"
 
 
 def in_use(facts: Facts) -> float:

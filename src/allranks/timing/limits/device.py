@@ -1,4 +1,4 @@
-"""What is said of a run whose device computes, is idle, or copies, and of pauses."""
+"""What is said about a run whose device computes, is idle or copies, and about pauses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from allranks.timing.limits.data import loader_of
 from allranks.timing.limits.facts import Facts, Said, device_means, hot
 
 WORTH_A_WORD = 0.02  # of the time
+TAKES = {
+    "launches": "launching kernels takes",
+    "host": "other Python code takes",
+    "copies": "copying takes",
+    "data": "loading data takes",
+    "communication": "communication takes",
+    "straggler": "waiting for slower ranks takes",
+    "pauses": "pauses take",
+}
+BY_NVML = "as nvidia-smi counts it"
 
 
 def compute(facts: Facts) -> Said:
@@ -15,7 +25,7 @@ def compute(facts: Facts) -> Said:
         busy = found.shares["compute"] + found.shares["copies"] * found.is_gpu
         why = f"{device} computes {percent(busy, 0)} of the time{second_of(facts)}"
     elif found.utilization is not None:
-        why = f"the GPU is in use {percent(found.utilization, 0)} of the time, by NVML"
+        why = f"the GPU is in use {percent(found.utilization, 0)} of the time, {BY_NVML}"
     else:
         share = facts.share("compute")
         why = f"{share} of the time is spent in forward, backward and update{second_of(facts)}"
@@ -35,10 +45,10 @@ def compute(facts: Facts) -> Said:
 
 
 def second_of(facts: Facts) -> str:
-    """What comes next, though it is not the limit."""
+    """The next largest part, though it is not the limit."""
     shares = facts.found.shares
-    part = max((part for part in shares if part != "compute"), key=lambda part: shares[part])
-    return f", {part} takes {facts.share(part)}" if shares[part] >= WORTH_A_WORD else ""
+    part = max(TAKES, key=lambda part: shares[part])
+    return f", {TAKES[part]} {facts.share(part)}" if shares[part] >= WORTH_A_WORD else ""
 
 
 def launches(facts: Facts) -> Said:
@@ -48,8 +58,8 @@ def launches(facts: Facts) -> Said:
         return idle(facts)
     per = f"; {count(traced.kernels)} kernels a step" if traced.kernels else ""
     return Said(
-        why=f"the GPU is idle {facts.share('launches')} of the time: its kernels are shorter than "
-        "their launch",
+        why=f"the GPU is idle {facts.share('launches')} of the time: launching its kernels takes "
+        "longer than running them",
         next=larger_kernels(facts),
         cause="launch-bound",
         evidence=f"launches {evidence}{per}",
@@ -66,7 +76,7 @@ def larger_kernels(facts: Facts) -> str:
 
 
 def idle(facts: Facts) -> Said:
-    """A GPU that is often idle, by NVML alone."""
+    """A GPU that is often idle, if only NVML says so."""
     found, means = facts.found, [device_means(one) for one in facts.records.values()]
     totals = [one["memory_peak"] / one["memory_total"] for one in means if one.get("memory_total")]
     is_small = bool(totals) and max(totals) < facts.limits.memory
@@ -75,7 +85,7 @@ def idle(facts: Facts) -> Said:
     fix = larger_kernels(facts) if is_small else f"allranks run --profile 10 {facts.typed}"
     why = f" ({found.problem})" if found.problem else ""
     return Said(
-        why=f"the GPU is in use only {busy} of the time, by NVML; there is no trace{why}",
+        why=f"the GPU is in use only {busy} of the time, {BY_NVML}; no step was traced{why}",
         next=fix,
         cause="small-batch" if is_small else "low-gpu-utilization",
         evidence=f"GPU utilisation {busy} on average{used}",
@@ -94,15 +104,16 @@ def host(facts: Facts) -> Said:
         why = f"the GPU is idle {share} of the time while Python does something else"
     else:
         why = f"{share} of the time is spent outside torch"
-    fix = "move it out of the training loop, do it less often, or in another process"
+    less = "out of the training loop, or do it less often or in another process"
+    fix = f"move such work {less}"
     if line is not None and traced is not None:
         part = traced.lines[0][1] / max(traced.parts["host"], 1e-9)
         mostly = "most of it" if part > 0.5 else f"{percent(min(1.0, part), 0)} of it"
         why += f", {mostly} at {line}"
         evidence += f"; {', '.join(f'{at} {duration(took)}' for at, took in traced.lines[:3])}"
-        fix = f"look at {line}: {fix}"
+        fix = f"look at {line}: move it {less}"
         if facts.found.is_gpu:
-            fix += ", and leave out what waits for the GPU (.item(), .cpu(), print of a tensor)"
+            fix += "; avoid whatever waits for the GPU (.item(), .cpu(), printing a tensor)"
     elif traced is None:
         fix = f"allranks run --profile 10 {facts.typed}"
     return Said(why=why, next=fix, cause="host-bound", evidence=f"host {evidence}", line=line)
@@ -113,17 +124,17 @@ def copies(facts: Facts) -> Said:
     pageable = traced.pageable if traced else 0.0
     copied = traced.copied if traced else 0.0
     is_pageable = pageable > copied / 2
-    moved = f"; {size(copied)} a step, {size(pageable)} of it from or to pageable memory"
+    moved = f"; {size(copied)} a step, {size(pageable)} of it in memory that is not pinned"
     loader = loader_of(facts, min(facts.records))
     if is_pageable and not (loader or {}).get("pin_memory"):
         fix = "DataLoader(..., pin_memory=True) and batch.to(device, non_blocking=True)"
     elif is_pageable:
         fix = "tensor.pin_memory() before .to(device, non_blocking=True)"
     else:
-        fix = "batch.to(device, non_blocking=True) one step ahead, and keep on the GPU what stays"
+        fix = "batch.to(device, non_blocking=True) a step ahead; keep constant data on the GPU"
     return Said(
-        why=f"copying to and from the GPU takes {facts.share('copies')} of the time"
-        + (", from pageable memory" if is_pageable else ", while nothing is computed"),
+        why=f"copying from and to the GPU takes {facts.share('copies')} of the time"
+        + (", as the memory is not pinned" if is_pageable else ", while it computes nothing"),
         next=fix,
         cause="copy-bound",
         evidence=f"copies {facts.of_step(facts.seconds('copies'))}{moved if copied else ''}",
@@ -134,14 +145,14 @@ def pauses(facts: Facts) -> Said:
     found = facts.found
     share = found.shares["pauses"]
     is_evaluation = found.evaluation > share / 2
-    what = "evaluation takes" if is_evaluation else "saving, logging and the like take"
+    what = "evaluation" if is_evaluation else "saving, logging or the like"
     fix = "evaluate less often, or on less data" if is_evaluation else "save and log less often"
     if facts.is_task and not is_evaluation:
         every = (facts.run.job().get("checkpoint") or {}).get("every", "10m")
         rarely = 10 * every if isinstance(every, int) else "1h"
         fix = f"checkpoint.every={rarely} (now {every})"
     return Said(
-        why=f"{what} {percent(share, 0)} of the time, between steps",
+        why=f"{what} between steps takes {percent(share, 0)} of the time",
         next=fix,
         cause="pauses",
         evidence=f"pauses {facts.of_step(facts.seconds('pauses'))}; evaluation "

@@ -1,4 +1,4 @@
-"""What the texts of a verdict are made of, and from which values on something is a limit."""
+"""What the texts of a verdict are made from, and the thresholds that make something a limit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from allranks.show.numbers import count, duration, percent
 from allranks.timing.shares import Measured
 from allranks.timing.steps import ENOUGH_STEPS
 
-LEAST_GAIN = 1.1  # what gains less is not worth a change
-MOST_WORDS = 60  # characters of a command that is shown whole
-MOST_CPU_WAIT = 20.0  # percent of the time: more, and other work decides what is slow
+LEAST_GAIN = 1.1  # less is not worth a change
+MOST_WORDS = 60  # characters: longer commands are not shown
+MOST_CPU_WAIT = 20.0  # percent of the time: with more, other processes decide what is slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """The values from which something is a limit. Shares are of the time."""
+    """The values above which something is a limit. Shares are of the time."""
 
     data: float = 1 - 1 / LEAST_GAIN
     straggler: float = 1 - 1 / LEAST_GAIN
@@ -81,7 +81,7 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the texts are made of."""
+    """What the texts are made from."""
 
     run: RunDir
     records: Mapping[int, RankRecord]
@@ -98,12 +98,12 @@ class Facts:
 
     @cached_property
     def is_task(self) -> bool:
-        """Of allranks: the job file has the settings."""
+        """Whether it trains a task of allranks, whose settings are in the job file."""
         return any(record.counts_on for record in self.records.values())
 
     @cached_property
     def typed(self) -> str:
-        """What is trained, as one types it after a command."""
+        """What is trained, as typed after a command."""
         if self.is_task:
             return "JOB.yaml"
         program, _, rest = str(self.run.job().get("command") or "").partition(" ")
@@ -132,13 +132,13 @@ class Facts:
         return max(map(len, self.nodes.values()))
 
     def node_of(self, rank: int) -> str | None:
-        """The rank's node if there are others."""
+        """The rank's node, if there are several."""
         host = self.records[rank].start.get("host")
         return host if len(self.nodes) > 1 else None
 
     @cached_property
     def crowding(self) -> str | None:
-        """Why threads that compute do not have CPUs of their own; None as far as is known."""
+        """Why threads compete for CPUs; None if they do not, as far as is known."""
         waits = [one.mean("cpu_wait", of=one.devices) or 0.0 for one in self.records.values()]
         if max(waits) > MOST_CPU_WAIT:
             return f"a rank waits for a CPU {percent(max(waits) / 100, 0)} of the time"
@@ -162,13 +162,13 @@ class Facts:
 
 
 def threads_of(record: RankRecord) -> int:
-    """Of torch in a rank, if it says so."""
+    """Torch's threads in a rank; 1 if it does not say."""
     said = [one["threads"] for one in record.others["recorder"] if "threads" in one]
     return int(record.start.get("threads") or (said[-1] if said else 1))
 
 
 def device_means(record: RankRecord) -> dict[str, float]:
-    """Means over a rank's `device` events; without those that they lack."""
+    """Means over a rank's `device` events, of the fields that they have."""
     names = (
         *("cpu", "workers_cpu", "utilization", "temperature", "clock", "clock_max"),
         *("memory_peak", "memory_total", "power", "power_limit"),
@@ -181,7 +181,7 @@ def device_means(record: RankRecord) -> dict[str, float]:
 class Reason:
     """Why one rank is slower than the others."""
 
-    words: str  # what follows "the others wait for rank 1 57% of the time"
+    words: str  # what follows "the others wait 57% of the time for rank 1"
     cause: str
     fix: str
     line: str | None = None
@@ -193,7 +193,7 @@ def hot(facts: Facts, rank: int) -> Reason | None:
     clock = means.get("clock", 1.0) / (means.get("clock_max") or 1.0)
     if means.get("temperature", 0.0) < facts.limits.temperature or clock >= facts.limits.clock:
         return None
-    at = f"{count(means['temperature'])} °C, at {percent(clock, 0)} of its clock"
+    at = f"{count(means['temperature'])} °C, at {percent(clock, 0)} of its full clock"
     fix = "tell the site that its cooling is insufficient"
     fix += f"; until then #SBATCH --exclude={node}" if node else ""
     return Reason(words=f": its GPU is hot ({at})", cause="thermal-throttling", fix=fix)

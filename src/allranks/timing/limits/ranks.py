@@ -1,4 +1,4 @@
-"""What is said of ranks that exchange data for long, or wait for one of them."""
+"""What is said about ranks that spend long exchanging data, or waiting for one of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from allranks.timing.slow_rank import slow_rank_reason
 from allranks.timing.steps import ENOUGH_STEPS, SLOWER_IN
 from allranks.timing.timeline import BACKWARD, FORWARD
 
-HEAVY = 1.5  # times a light step's forward pass
+HEAVY = 1.5  # times the forward pass of a light step
 ALIKE = 0.8  # how closely forward and backward passes grow together
 HEAVIER, ALIKE_FACTORS = 1.15, 1.3  # times the others' passes, and how far two such factors differ
-OWN_PART = 0.3  # of what others wait for a rank: a part of its time that explains as much is named
+OWN_PART = 0.3  # of how long the others wait for a rank: a part that explains this much is named
 LOG_BYTES = 1 << 18  # of the beginning of a log, where NCCL names its network
 NCCL_LINES = re.compile(
     r"NCCL INFO .*(?:Using network|NET/Socket|NET/IB|NCCL_IB_DISABLE|NCCL_NET\b|No device found)"
@@ -94,7 +94,7 @@ def straggler(facts: Facts) -> Said:
     reason, node = slow_because(facts, rank), facts.node_of(rank)
     there = f" on {node}" if node else ""
     return Said(
-        why=f"the others wait for rank {rank}{there} {share} of the time{reason.words}",
+        why=f"the others wait {share} of the time for rank {rank}{there}{reason.words}",
         next=reason.fix,
         cause=reason.cause,
         evidence=evidence,
@@ -110,7 +110,7 @@ def has_culprit(facts: Facts) -> bool:
 
 
 def is_jitter(facts: Facts) -> bool:
-    """Whether ranks wait for each other in turns, for nothing that their batches explain."""
+    """Whether ranks take turns at being last, and their batches do not explain it."""
     return not has_culprit(facts) and uneven_lengths(facts) is None
 
 
@@ -125,7 +125,7 @@ def uneven_lengths(facts: Facts) -> tuple[float, float] | None:
 
 
 def taking_turns(facts: Facts, evidence: str) -> Said:
-    """Ranks that wait for whichever is the slowest in a step."""
+    """Ranks that wait for whichever is slowest in a step."""
     share = facts.share("straggler")
     if (lengths := uneven_lengths(facts)) is not None:
         least, most = map(duration, lengths)
@@ -136,7 +136,7 @@ def taking_turns(facts: Facts, evidence: str) -> Said:
             evidence=f"{evidence}; a forward pass takes {least} to {most}, and a backward pass "
             "grows with it",
         )
-    fix = "look for other work on the nodes (top, nvidia-smi)"
+    fix = "look for other processes on the nodes (top, nvidia-smi)"
     is_crowded = facts.crowding is not None
     return Said(
         why=f"ranks wait {share} of the time for whichever is slowest"
@@ -173,13 +173,13 @@ def on_its_machine(facts: Facts, rank: int) -> Reason | None:
 
 
 def own_code(facts: Facts, rank: int) -> Reason:
-    """What a slow rank does longer than the others, and the line if it is the host's."""
+    """What takes a slow rank longer than the others, and at which line if it is Python code."""
     timing, traced, typical = facts.found.timing, facts.found.traced, facts.found.typical
     part = timing.slowest_part or ""
     where = f": it is slower in {SLOWER_IN.get(part, part)}" if part else ""
     if (factor := heavier(facts, rank)) is not None:
-        where = f": its forward and backward passes both take {ratio(factor)} as long"
-    fix = "look for other work there (top, nvidia-smi), and for code that only this rank runs"
+        where = f": its forward and backward passes take {ratio(factor)} as long as the others'"
+    fix = "look for other processes there (top, nvidia-smi), and for code that only this rank runs"
     mine = traced.get(rank)
     if mine is not None and typical is not None and typical is not mine:
         others = dict(typical.lines)
@@ -187,16 +187,16 @@ def own_code(facts: Facts, rank: int) -> Reason:
         longer = mine.parts["host"] - typical.parts["host"]
         if lines and longer >= OWN_PART * timing.late_seconds:
             line = max(lines)[1]
-            fix = f"look at {line}, where this rank alone spends its time"
-            words = f": it does something else, at {line}"
+            fix = f"look at {line}, where this rank spends more time than the others"
+            words = f": it takes longer at {line}"
             return Reason(words=words, cause="slow-rank", fix=fix, line=line)
     if factor is not None:
-        fix = f"compare its samples with the others' (their lengths); otherwise {fix}"
+        fix = f"compare the lengths of its samples with the others'; otherwise {fix}"
     return Reason(words=where, cause="slow-rank", fix=fix)
 
 
 def heavier(facts: Facts, rank: int) -> float | None:
-    """How many times as long a rank's passes take, if both do: its samples may be longer."""
+    """How many times as long both of a rank's passes take; None unless both take longer."""
     first, middle = facts.found.timing.first_step, facts.found.timing.middle_rank
     factors = []
     for phase in (FORWARD, BACKWARD):
@@ -212,7 +212,7 @@ def heavier(facts: Facts, rank: int) -> float | None:
 def uneven_work(record: RankRecord, facts: Facts) -> tuple[float, float] | None:
     """Seconds of the forward pass in light and in heavy steps; None if all are alike.
 
-    A heavy batch has a longer backward pass, too; other work on the node does not cause that.
+    A heavy batch has a longer backward pass, too; other processes on the node do not cause that.
     """
     first = facts.found.timing.first_step
     steps = [event for number, event in record.timed_steps.items() if number >= first]
