@@ -20,6 +20,7 @@ from allranks.probe.recorder import Recorder
 
 SILENT = 6  # above the highest level of messages in Kineto's log
 LOG_LEVEL = "_ZN9libkineto6Logger14severityLevel_E"
+ELSEWHERE = "torch was imported by another thread than the one that trains"
 ITS_OWN = "the script uses a profiler of its own"
 GRAPHS = "the script uses CUDA graphs, which may crash when a profiler starts or stops"
 DAEMON = "another program may profile the script (KINETO_USE_DAEMON is set)"
@@ -35,6 +36,7 @@ class Profilers:
         self.interrupted: Callable[[str], None] | None = None  # called if the running one must end
         self._running: Any = None
         self._thread = 0  # in which it runs
+        self._importer = threading.get_ident()  # of torch
         self._is_making = False  # one of ours
         self._open: dict[int, Any] = {}  # the script's record_functions that began under ours
         self._hooked: list[tuple[str, Any, Any]] = []
@@ -46,6 +48,8 @@ class Profilers:
 
     def why_not(self) -> str | None:
         """Why no profiler can be started now."""
+        if self.problem is None and threading.get_ident() != self._importer:
+            self.problem = ELSEWHERE  # about which torch's profiler would print an error
         if self.problem is None and os.environ.get("KINETO_USE_DAEMON"):
             self.problem = DAEMON
         has_device = self.recorder.device is not None

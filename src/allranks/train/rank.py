@@ -63,9 +63,11 @@ def fail(error: BaseException, log: EventLog) -> None:
     log.write("error", pid=os.getpid(), **described)
     log.write("end", state="failed", exit=code, error=fields)
     log.flush("drop")  # losses that are still being summed over the ranks will never arrive
+    is_told = log.error is None  # otherwise the launcher would show it as the task's own words
     with suppress(OSError):  # the log may be on a full disk as well
-        tracebacks.hide_ours(error)
-        traceback.print_exception(error)
+        if is_told or not isinstance(error, AllranksError):
+            tracebacks.hide_ours(error)
+            traceback.print_exception(error)
         sys.stderr.flush()
     os._exit(1)  # destroying the process group could wait forever for the other ranks
 
