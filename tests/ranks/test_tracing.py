@@ -37,9 +37,9 @@ def test_all_ranks_trace_the_same_steps_and_name_the_line_that_holds_them_up(
     for rank in range(2):
         (event,) = found.events("trace", rank)
         assert event["device"] == "cpu" and "problem" not in event, event
-        assert event["host"] >= 0.003 and event["busy"] > 0 and event["cost"] >= 0
+        assert event["host"] >= 0.002 and event["busy"] > 0 and event["cost"] >= 0
         line, seconds = event["lines"][0]
-        assert line.startswith("train.py:") and seconds >= 0.003, event
+        assert line.startswith("train.py:") and seconds >= 0.002, event
         text = (tmp_path / found.run.path / "train.py").read_text().splitlines()
         assert "sleep" in text[int(line.split(":")[1]) - 1]
         traced.append([step["step"] for step in found.steps(rank) if step.get("traced")])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.verdict_runs import HEALTHY, planted
 
+from allranks.probe import memory_use
 from allranks.probe.memory_use import LineWatch
 from allranks.run.record import RankRecord
 from allranks.timing.memory import Point, growing_memory, steady_growth
@@ -110,6 +111,20 @@ class Recorder:
 
     class timeline:
         label = "other"
+
+
+def test_a_watch_that_takes_long_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = own_code("def step(kept):\n    a = 1\n    kept.append(a)\n", tmp_path)
+    monkeypatch.setattr(memory_use, "MOST_SECONDS", -1.0)
+    recorder: Any = Recorder
+    watch = LineWatch("host", 1.0, recorder)
+    watch.start(None)
+    try:
+        step([])
+        assert sys.gettrace() is None
+    finally:
+        watch.leave()
+    assert sys.gettrace() is None and not tracemalloc.is_tracing()
 
 
 def own_code(text: str, tmp_path: Path) -> Callable[[list[Any]], None]:

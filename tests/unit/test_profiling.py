@@ -17,7 +17,8 @@ from rich.console import Console
 from allranks.bench.profile import LOUDNESS, VARIABLE, show_profile
 from allranks.probe import profile
 from allranks.probe.profile import FIRST_STEP, Profile, profile_if_asked
-from allranks.probe.profilers import Profilers
+from allranks.probe.profilers import UNLOADED, Profilers, export
+from allranks.probe.tracing import Session
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.timing.timeline import Timeline
@@ -34,10 +35,11 @@ class Recorder:
         self.rank = 0
         self.step = 0
         self.is_on = True
-        self.device = None
+        self.device: Any = None
         self.timeline = Timeline()
         self.guarded = nullcontext()
         self.at_step: list[Any] = []
+        self.at_fork: list[Any] = []
         self.events: list[dict[str, Any]] = []
 
     def write(self, event: str, **fields: Any) -> None:
@@ -61,6 +63,44 @@ def recorder(tmp_path: Path) -> Recorder:
 
 def new_profile(recorder: Any, steps: int) -> Profile:
     return Profile(recorder, Profilers(recorder), steps)
+
+
+def test_a_gpus_library_is_unloaded_after_the_last_trace_only(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(UNLOADED, "")
+    monkeypatch.delenv(UNLOADED)
+    any_recorder: Any = recorder
+    profilers, is_unloaded = Profilers(any_recorder), []
+    for is_last in (False, True):
+        session = Session(any_recorder, profilers, is_last=is_last)
+        session.start(1, lambda why: None, at_once=True)
+        recorder.device = "cuda"  # only from here on: there is none
+        session.end()
+        session.close()
+        is_unloaded.append(os.environ.get(UNLOADED) == "1")
+        recorder.device = None
+    assert is_unloaded == [False, True]
+
+
+def test_a_fork_within_a_trace_records_nothing(recorder: Recorder, tmp_path: Path) -> None:
+    any_recorder: Any = recorder
+    profilers = Profilers(any_recorder)
+    profilers.start()
+    running = profilers._running
+    try:
+        torch.ones(3).mul(2)
+        for call in recorder.at_fork:
+            call()
+        torch.ones(3).sub(2)
+    finally:
+        torch.autograd._enable_record_function(True)
+        assert profilers.stop() is None
+        running.__exit__(None, None, None)
+        profilers._end_functions()
+    export(running, tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    assert "aten::mul" in text and "aten::sub" not in text
 
 
 def test_so_many_steps_are_traced_once(recorder: Recorder) -> None:

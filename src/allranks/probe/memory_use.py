@@ -26,7 +26,9 @@ CHECK_SECONDS, CHECK_FACTOR = 1.0, 1.5  # when to look for growth first, and how
 MOST_LOOKS = 3  # what grows at first may be a cache
 WATCHED_STEPS, LATER_STEPS = 4, 2  # what is kept of the former by the end of the latter
 LEAST_SHARE = 0.3  # of the growth: what a line must keep to explain it
-MOST_LINES = 20_000  # that are followed: a script that runs more is left alone
+# That are followed, and how long it may take: a script that runs more is left alone, and one that
+# has switched garbage collection off, whose youngest objects are all objects.
+MOST_LINES, MOST_SECONDS = 20_000, 1.0
 MOST_CALLS = 20  # of a stack in which an object is made, from the innermost outwards
 STATM = Path("/proc/self/statm")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -45,6 +47,7 @@ class MemoryUse:
         self._looks: dict[Where, int] = {"host": 0, "device": 0}
         self._statm = os.open(STATM, os.O_RDONLY | os.O_CLOEXEC)
         recorder.at_step.append(self.at_step)
+        recorder.at_fork.append(self._forget)
 
     def at_step(self, step: int) -> None:
         if self._watch is not None:
@@ -103,6 +106,11 @@ class MemoryUse:
                 loading=is_loading,
             )
 
+    def _forget(self) -> None:
+        """In a forked process."""
+        if self._watch is not None:
+            self._watch.leave()
+
     def host_bytes(self) -> int:
         """What this process uses alone."""
         resident, shared = os.pread(self._statm, 128, 0).split()[1:3]
@@ -155,7 +163,7 @@ class LineWatch:
         self._tensors: dict[int, _Tensor] = {}
         self._arrays: dict[Place, float] = {}
         self._places: set[Place] = set()
-        self._num_lines = 0
+        self._num_lines, self._seconds = 0, 0.0
         self._own: dict[str, bool] = {}  # by file
         self._frames: list[FrameType] = []
         self._is_on = False
@@ -200,11 +208,16 @@ class LineWatch:
         return found
 
     def stop(self) -> None:
+        self._stop_following()
+        if self._has_tracemalloc:
+            self._take_arrays()
+        self.leave()
+
+    def leave(self) -> None:
         """Leave nothing behind."""
         self._stop_following()
         if self._has_tracemalloc:
             self._has_tracemalloc = False
-            self._take_arrays()
             tracemalloc.stop()
 
     def _stop_following(self) -> None:
@@ -235,10 +248,13 @@ class LineWatch:
     def _in_own(self, frame: FrameType, event: str, arg: Any) -> Any:
         try:
             self._num_lines += 1
-            if not self._is_on or self._num_lines > MOST_LINES:
+            is_much = self._num_lines > MOST_LINES or self._seconds > MOST_SECONDS
+            if not self._is_on or is_much:
                 self._stop_following()
                 return None
+            begin = perf_counter()
             self._harvest()
+            self._seconds += perf_counter() - begin
             if event == "line":
                 self._at = self._place(frame)
             elif event == "return":

@@ -112,7 +112,7 @@ class Profile:
 
     def _export(self) -> None:
         session = self._started()
-        session.stop()
+        session.end()
         part = self.path.with_name(f".{self.path.name}.json")
         export(session.made, part)
         pressed = self.path.with_name(f".{self.path.name}")

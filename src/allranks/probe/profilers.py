@@ -23,7 +23,9 @@ LOG_LEVEL = "_ZN9libkineto6Logger14severityLevel_E"
 ELSEWHERE = "torch was imported by another thread than the one that trains"
 ITS_OWN = "the script uses a profiler of its own"
 GRAPHS = "the script uses CUDA graphs, which may crash when a profiler starts or stops"
-DAEMON = "another program may profile the script (KINETO_USE_DAEMON is set)"
+ANOTHER = "another program may profile the script ({} is set)"
+# For torch's own daemon, and by Nsight and the like, which trace the GPU themselves.
+OTHERS = ("KINETO_USE_DAEMON", "CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 UNLOADED = "TEARDOWN_CUPTI"  # 1: the library that traces a GPU is unloaded after a trace
 
 
@@ -41,6 +43,7 @@ class Profilers:
         self._open: dict[int, Any] = {}  # the script's record_functions that began under ours
         self._hooked: list[tuple[str, Any, Any]] = []
         hook_profilers(self)
+        recorder.at_fork.append(self._forget)
 
     @property
     def is_running(self) -> bool:
@@ -50,8 +53,9 @@ class Profilers:
         """Why no profiler can be started now."""
         if self.problem is None and threading.get_ident() != self._importer:
             self.problem = ELSEWHERE  # about which torch's profiler would print an error
-        if self.problem is None and os.environ.get("KINETO_USE_DAEMON"):
-            self.problem = DAEMON
+        other = next((name for name in OTHERS if os.environ.get(name)), None)
+        if self.problem is None and other is not None:
+            self.problem = ANOTHER.format(other)
         has_device = self.recorder.device is not None
         if self.problem is None and has_device and os.environ.get(UNLOADED) == "0":
             self.problem = GRAPHS  # torch sets it for graphs that it compiles
@@ -61,15 +65,11 @@ class Profilers:
         """Trace what this thread does from now on, and what it launches."""
         from torch.autograd import profiler
 
-        with_device = self.recorder.device is not None
-        if with_device:
-            # Otherwise every launch would take longer until the script ends.
-            os.environ.setdefault(UNLOADED, "1")
         self._is_making = True
         try:
             made: Any = profiler.profile(
                 use_kineto=True,
-                use_device="cuda" if with_device else None,
+                use_device="cuda" if self.recorder.device is not None else None,
                 record_shapes=True,
                 experimental_config=only_a_trace(),
             )
@@ -85,14 +85,18 @@ class Profilers:
         self._running = made
         self._follow_functions()
 
-    def stop(self, *, waits: bool = True) -> Any:
+    def stop(self, *, waits: bool = True, unloads: bool = False) -> Any:
         """Stop, and return what can be exported; None if nothing is running.
 
-        `waits`: for the device, which may still be at work on what was launched.
+        `waits`: for the device, which may still be at work on what was launched. `unloads`: what
+        traces a device, since every launch takes longer with it. A thread of torch's does that
+        during the next launches, so no other profiler and no graph may follow at once.
         """
         made, self._running = self._running, None
         if made is None:
             return None
+        if unloads and self.recorder.device is not None:
+            os.environ.setdefault(UNLOADED, "1")
         if not waits:
             made.use_device = None
         with silence():
@@ -111,6 +115,14 @@ class Profilers:
     def made_by_script(self) -> None:
         if not self._is_making:
             self.end(ITS_OWN)
+
+    def _forget(self) -> None:
+        """In a forked process: it would keep a record of all its operators until it ends."""
+        from torch.autograd import _enable_record_function
+
+        if self.is_running and threading.get_ident() == self._thread:
+            self._running = None
+            _enable_record_function(False)
 
     def _follow_functions(self) -> None:
         """Note which record_functions are open; not before, as torch.jit compiles their methods."""

@@ -56,6 +56,7 @@ class Recorder:
         self.at_step: list[Callable[[int], None]] = []  # called after each step is recorded
         self.at_writing: list[Callable[[], None]] = []  # called now and then by the writing thread
         self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
+        self.at_fork: list[Callable[[], None]] = []  # called in a forked process
         self.leave: Callable[[], None] | None = None  # set when the script should end here
         # Called with the optimizer to see what its model is given.
         self.watch_model: Callable[[Any], None] | None = None
@@ -221,6 +222,8 @@ class Recorder:
         self._log = None
         if self._claim is not None:
             self._claim.close()
+        for call in self.at_fork:
+            call()
 
     def write(self, event: str, **fields: Any) -> None:
         """Write an event of another part of the probe, once the script has made a step."""

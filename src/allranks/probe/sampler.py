@@ -82,6 +82,8 @@ class Sampler:
         """Start to sample; False if that is not possible here."""
         if threading.current_thread() is not threading.main_thread() or is_caught(SIGNAL):
             return False
+        if wakes_a_loop():
+            return False
         libc = library()
         event = _Event(None, SIGNAL, SIGEV_THREAD_ID, threading.get_native_id(), b"")
         if libc is None or libc.timer_create(
@@ -163,6 +165,14 @@ def is_caught(number: int) -> bool:
     status = Path("/proc/self/status").read_text(errors="replace")
     masks = re.findall(r"^Sig(?:Cgt|Ign):\s*([0-9a-f]+)$", status, re.MULTILINE)
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
+def wakes_a_loop() -> bool:
+    """Whether signals wake an event loop of the script, whose buffer they would fill."""
+    before = signal.set_wakeup_fd(-1)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+    return before != -1
 
 
 def library() -> Any:

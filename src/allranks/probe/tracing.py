@@ -58,11 +58,17 @@ class Session:
     """One trace of some steps, from its start until it is reduced to an event."""
 
     def __init__(
-        self, recorder: Recorder, profilers: Profilers, usual_seconds: float | None = None
+        self,
+        recorder: Recorder,
+        profilers: Profilers,
+        usual_seconds: float | None = None,
+        *,
+        is_last: bool = True,
     ) -> None:
         self.recorder = recorder
         self.profilers = profilers
         self.usual_seconds = usual_seconds  # of a step; None: a trace may take any time
+        self.is_last = is_last  # no other follows even if this one is interrupted
         self.ends: dict[int, float] = {}  # of the traced steps
         self.made: Any = None  # what has been traced, once it has ended
         self._began = 0.0
@@ -101,16 +107,21 @@ class Session:
             with torch.profiler.record_function(f"{STEP_MARK}{step}"):
                 self.ends[step] = perf_counter()
 
-    def stop(self, *, waits: bool = True) -> None:
+    def end(self, *, waits: bool = True) -> None:
+        """Stop: its steps are over, or something has come in between."""
+        is_enough = self.is_last or self.num_steps >= LEAST_STEPS
+        self.stop(waits=waits, unloads=is_enough)
+
+    def stop(self, *, waits: bool = True, unloads: bool = False) -> None:
         """Stop whatever is running."""
         self._sampler.stop()
-        self.made = self.profilers.stop(waits=waits) or self.made
+        self.made = self.profilers.stop(waits=waits, unloads=unloads) or self.made
 
     def _look(self, now: float) -> None:
         """Stop if a step takes too long. Called from a signal handler, so it does nothing else."""
         usual, last = self.usual_seconds, next(reversed(self.ends.values()), self._began)
         if usual is not None and now - last > PAUSE * usual + PAUSE_SECONDS:
-            self.stop(waits=False)
+            self.end(waits=False)
 
     def reduce(self, trace: Trace) -> dict[str, Any]:
         """The fields of the trace's event."""
@@ -185,11 +196,11 @@ class Tracer:
             self._seconds.append(now - self._last_end)
         self._last_end = now
         if self._start_after is None:
-            # On a GPU, CUPTI would have to be attached again, which is not known to be safe.
-            is_last = self._once or self.recorder.device is not None
-            if not is_last and now - self._began >= LATER * self._traced_after:
+            if now - self._began >= LATER * self._traced_after:
                 self._plan(step, now - self._began)
         elif step >= self._start_after:
+            if step + 1 in self.recorder.timeline.traced:  # memory is followed: later
+                return
             with uncompiled():
                 self._start(step)
         elif step == DECIDE_AFTER and self.recorder.has_peers() and self.recorder.rank == 0:
@@ -246,7 +257,8 @@ class Tracer:
             self._tell_or_hear()
         self._num_steps = self._num_steps or num_steps(usual)
         self._attempts += 1
-        self._session = Session(self.recorder, self.profilers, usual)
+        is_last = self._attempts >= MAX_ATTEMPTS
+        self._session = Session(self.recorder, self.profilers, usual, is_last=is_last)
         # At once, unless a GPU may still be working on the step before.
         self._session.start(step, self.give_up, at_once=self.recorder.device is None)
 
@@ -254,7 +266,7 @@ class Tracer:
         session.end_step(step)
         if session.made is None and session.num_steps < self._num_steps:
             return
-        session.stop()
+        session.end()
         if session.num_steps < LEAST_STEPS:
             self._try_again(step)
             return
@@ -270,6 +282,11 @@ class Tracer:
         self._cost = fields["cost"]
         self._later_cost += self._cost if self._traced_after else 0.0
         self._traced_after = perf_counter() - self._began
+        # On a GPU, CUPTI would have to be attached again, which is not known to be safe.
+        if self._once or self.recorder.device is not None:
+            self.recorder.at_step.remove(self.at_step)
+            with suppress(ValueError):
+                self.recorder.at_writing.remove(self._tell_or_hear)
 
     def _try_again(self, step: int) -> None:
         self._rest()

@@ -249,13 +249,16 @@ def read_ends(run: RunDir, attempt: int, rank: int, num_bytes: int = LAST_BYTES)
     return record
 
 
-def read_both_ends(run: RunDir, attempt: int, rank: int, num_bytes: int) -> RankRecord:
+def read_both_ends(
+    run: RunDir, attempt: int, rank: int, num_bytes: int, *, least: int = 0
+) -> RankRecord:
     """What a rank writes once or rarely, at the beginning of its file, and its last events.
 
-    Takes the same time for a file of any size: of so many bytes, a quarter at the beginning.
+    Takes the same time for a file of any size: of so many bytes, a quarter at the beginning, or
+    `least`.
     """
     path, first = run.events(attempt, rank), num_bytes // 4
-    early = read_events(path, first)
+    early = read_events(path, max(first, least))
     record = RankRecord(rank, (one for one in early if one["event"] not in ("step", "device")))
     for event in read_last_events(path, num_bytes - first):
         record.take(event)

@@ -48,6 +48,7 @@ Limit = Literal[
 ]
 MOST_BYTES = 3 << 20  # of events, of all ranks together: takes a second on a busy machine
 LEAST_BYTES = 1 << 14  # of a rank
+TRACE_BYTES = 1 << 16  # by which a rank has written its first trace
 RUN_ERROR = 0.15  # of a share: how much it may differ in another run, or in steps not traced
 MOST_GAIN = 1000.0
 JITTER = 2.0  # times the border: ranks that take turns at being last are usual on busy machines
@@ -204,10 +205,16 @@ def verdict_of(
 
 
 def read_ends_within(run: RunDir, attempt: int, most: int) -> dict[int, RankRecord]:
-    """The first and the last events of all ranks, `most` bytes of them in all."""
+    """The first and the last events of all ranks, `most` bytes of them in all.
+
+    With many ranks, the trace of one of them at least is read.
+    """
     ranks = run.ranks(attempt)
     each = max(LEAST_BYTES, most // len(ranks))
-    return {rank: read_both_ends(run, attempt, rank, each) for rank in ranks}
+    leasts = {min(ranks): TRACE_BYTES}
+    return {
+        rank: read_both_ends(run, attempt, rank, each, least=leasts.get(rank, 0)) for rank in ranks
+    }
 
 
 def not_measured(run: RunDir, records: Mapping[int, RankRecord]) -> Verdict:
