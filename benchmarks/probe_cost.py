@@ -25,9 +25,9 @@ stopwatches show around empty functions, in turns with them, is subtracted and p
 
 `--trace` compares two probes in the same way, one that traces steps and has made its first trace,
 and one that never does: at most 1.005x, and no claim if the interval is wider than 0.02. On a GPU
-if there is one. What both would share, a process in which a profiler has run, shows in
-`after/before`: steps of the second probe after the trace of the first, over those before it, with
-what 200 steps and the 200 after them differ by if nothing happens in between.
+if there is one. What a profiler that has run in their process costs both of them shows in
+`after/before`: 200 steps of the second probe after the first one's trace, over 200 before it.
+`nothing/nothing` compares 200 steps and the next 200 with no trace in between.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def run_rank(num_pairs: int, folder: Path) -> None:
 
 
 def trace_rank(num_pairs: int, folder: Path) -> None:
-    """In a rank: steps with a probe that has traced beside those with one that never does."""
+    """In a rank: steps with a probe that has traced, beside those with one that never traces."""
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torchs, found = Functions.in_place(), dict[str, Any]()

@@ -1,32 +1,33 @@
-"""The claim: a run says what limited it, and is right, for unchanged scripts of any kind.
+"""The claim: a run says correctly what limited it, for unchanged scripts of any kind.
 
     python benchmarks/verdicts.py                     # on a CPU: 25 minutes
     python benchmarks/verdicts.py --only host-3-ms    # one situation, or several
-    python benchmarks/verdicts.py --gpu               # those of a GPU, 8 minutes
+    python benchmarks/verdicts.py --gpu               # on a GPU: 8 minutes
     python benchmarks/verdicts.py --traceml ~/traceml/bin/python   # beside TraceML, see below
-    python benchmarks/verdicts.py --quick             # only the verdicts, not what gains hold
-    python benchmarks/verdicts.py --keep DIR          # what DIR has already does not run again
+    python benchmarks/verdicts.py --quick             # only the verdicts, not whether gains hold
+    python benchmarks/verdicts.py --keep DIR          # what DIR already has is not run again
 
-Every situation of situations/table.py is a script with something planted in it: the scripts are in
-the same folder, and each planted line stands in an `if PLANTED:`, so that the same script can run
+Every situation in situations/table.py is a script with something planted in it. The scripts are in
+the same folder, and each planted line is in an `if PLANTED:`, so that the same script can run
 without it. Under `allranks run --json` the script is unchanged, and the verdict is right if it
 names the expected limit (and rank); the expected warnings must be there, and no others.
 
 A stopwatch in every rank, that of stopwatch.py, times the steps in the same way under allranks,
-under TraceML and bare. Without what was planted, a step must take 0.95 to 2 times what `gain` says.
-A GPU's healthy loops are traced from outside, too: torch's profiler, without allranks, must see
+under TraceML and bare. Without what was planted, a step must take 0.95 to 2 times what `gain`
+predicts.
+Healthy loops on a GPU are also traced from outside: torch's profiler, without allranks, must see
 the GPU busy for 90% of the time.
 
-Claimed: at least 90% right, none surely wrong, no warning on a healthy loop, the planted line named
-in at least 90% of the situations that have one, and gains that hold in at least 80%.
+Claimed: at least 90% right, none wrong and sure, no warning on a healthy loop, the planted line
+named in at least 90% of the situations that have one, and gains that hold in at least 80%.
 
 TraceML (`traceml-ai`) runs on the same situations if it is installed, here or for the Python that
 `--traceml` names, which needs torch, Lightning and Accelerate as well. It needs `trace_step` in
 plain loops: the line is added to the same source. Its words are read generously: `RESIDUAL-HEAVY`
-is right for both `host` and `pauses`, and no clear bottleneck is right for `compute`.
+counts as right for both `host` and `pauses`, and no clear bottleneck for `compute`.
 
-Runs of written events (situations/written.py) stand for hardware that cannot be slowed down to
-order: clocks, power limits and neighbours on a GPU.
+Runs with made-up events (situations/written.py) stand for hardware that cannot be slowed down on
+demand: clocks, power limits and other processes on a GPU.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Ran:
 
 @dataclass(kw_only=True)
 class Row:
-    """What was expected of a situation, and what was said."""
+    """What was expected in a situation, and what was said."""
 
     situation: Situation
     answer: Mapping[str, Any] = field(default_factory=dict)  # verdict, warnings
@@ -144,7 +145,7 @@ class Row:
 
     @property
     def gain_off(self) -> float | None:
-        """A step without what was planted, in units of what the bound says."""
+        """How long a step takes without what was planted, over what the gain predicts."""
         gain = self.verdict.get("gain")
         if not (self.planted and self.removed and gain and self.is_right):
             return None
@@ -186,7 +187,7 @@ def planted_source(situation: Situation) -> tuple[str, frozenset[str]]:
 
 
 def branches(code: str | tuple[str, str]) -> str:
-    """What is planted, with a switch around it."""
+    """What is planted, in an `if` that switches it on."""
     planted, otherwise = code if isinstance(code, tuple) else (code, "")
     lines = [f"    {line}  # planted" for line in planted.strip().split("\n")]
     if otherwise:
@@ -331,7 +332,7 @@ class Stage:
         }
 
     def row(self, situation: Situation, *, judge_again: bool) -> Row:
-        """A situation, or what is left of it from an earlier command."""
+        """A situation, or what an earlier command has kept of it."""
         kept = self.folder / f"{situation.name}.json"
         if situation in WRITTEN:
             return self.write(situation)
@@ -373,7 +374,7 @@ class Stage:
         return row
 
     def write(self, situation: Situation) -> Row:
-        """A situation whose events are written, not measured."""
+        """A situation whose events are made up, not measured."""
         runs = Path(tempfile.mkdtemp(dir=self.folder))
         run = write_run(runs, situation.name, WRITTEN[situation])
         return Row(situation=situation, answer=judge(run).as_json(), run_dir=str(run.path))

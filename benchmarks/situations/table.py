@@ -1,4 +1,4 @@
-"""The situations: a script, what is planted in it, and what a run of it must be called."""
+"""The situations: a script, what is planted in it, and what must be said about its run."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Situation:
 
     name: str
     limit: str  # what the run is limited by
-    # By place in the script: the code, and optionally the code that stands in its place without it.
+    # By place in the script: the code, and optionally what runs in its place when it is off.
     plant: Mapping[str, str | tuple[str, str]] = field(default_factory=dict)
     script: str = "plain"
     args: str = ""
     ranks: int = 1
-    rank: int | None = None  # the one that it is about
+    rank: int | None = None  # which the verdict must name
     is_named: bool = False  # whether the verdict must name a planted line
     reason: str = ""  # a word that must be in `why`
     warning: str = ""  # the kind of the warning that must be given

@@ -1,4 +1,4 @@
-"""Runs whose events are written: hardware that cannot be slowed down to order.
+"""Runs with made-up events, for hardware that cannot be slowed down on demand.
 
 Four ranks on four GPUs; rank 2 computes longer than the others in every step, which wait for it.
 """

@@ -131,7 +131,7 @@ def _lost_workers(facts: FailureFacts) -> list[int]:
 
 
 def what_filled(run: RunDir, attempt: int, rank: int) -> Evidence | None:
-    """What was in a full GPU's memory, as its rank counted it."""
+    """What was in a GPU's full memory, as its rank counted it."""
     path = run.events(attempt, rank)
     found = [one for one in read_last_events(path, TAIL_BYTES, kind="error") if one.get("filled")]
     if not found:

@@ -17,7 +17,7 @@ MOST_LINES = 4  # of a log, as evidence
 
 
 def slow(run: RunDir, limits: Thresholds | None = None) -> list[Finding]:
-    """What limits a run, if that can be changed; empty for one that is as fast as it can be."""
+    """What limits a run, if that can be changed; empty if computing does."""
     verdict = judge(run, thresholds=limits).verdict
     return [] if verdict.cause is None else [finding_of(verdict, verdict.cause, run)]
 
@@ -40,7 +40,7 @@ def finding_of(verdict: Verdict, cause: str, run: RunDir) -> Finding:
 
 
 def evidence_of(verdict: Verdict, run: RunDir, attempt: int, rank: int) -> list[Evidence]:
-    """The average over the rank's events, with the last of them; and what NCCL says."""
+    """The numbers, placed at the last of the rank's events; and what NCCL says."""
     path = run.events(attempt, rank)
     measured = Evidence(str(path), num_lines(path), verdict.evidence)
     if verdict.cause != SOCKETS:

@@ -15,8 +15,7 @@ from typing import Any, Literal, TypeVar
 DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
 MEMORY_TOLERANCE = 0.12  # between a board's memory as sold and as NVML or a site's SLURM says it
 READ = 0  # pynvml's NVML_P2P_CAPS_INDEX_READ is a tuple by mistake, which NVML does not take
-# Bits of NVML's "clocks event reasons". A GPU with enough to do reaches its power cap without
-# anything being wrong.
+# Bits of NVML's "clocks event reasons". A busy GPU reaches its power cap even if nothing is wrong.
 POWER_CAP = 0x04
 SLOWDOWNS = {
     0x08: "hardware slowdown",

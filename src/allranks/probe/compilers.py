@@ -41,7 +41,7 @@ def unseen_by_compilers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Within, no function is looked at by torch.compile, whatever it calls."""
+    """Within this, torch.compile looks at no function, whatever is called."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

@@ -1,7 +1,7 @@
-"""What fills a GPU when its memory runs out: counted through the optimizers, and by lines.
+"""What is in a GPU's memory when it runs out: counted through the optimizers, and by line.
 
-Torch can remember which line allocated what is in use. The first steps are recorded, in which most
-trainings that do not fit run out of memory, unless the script records its own.
+Torch can record which line allocated what. It does so in the first steps, in which most runs that
+do not fit run out of memory, unless the script records memory itself.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MOST_LINES = 5
 
 
 class DeviceMemory:
-    """Records who allocates in the first steps, and adds to an error what filled the GPU."""
+    """Records what allocates memory in the first steps; adds to an error what filled the GPU."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._own: Callable[..., Any] | None = None  # torch's function, while recording
-        self._is_scripts = False  # the script records its own
+        self._is_scripts = False  # whether the script records memory itself
         recorder.at_loading.append(self._at_loading)
         recorder.at_step.append(self._at_step)
         tracebacks.more_about.append(self.what_filled)
@@ -81,7 +81,7 @@ class DeviceMemory:
             self._own(enabled=None)
 
     def what_filled(self, error: BaseException) -> dict[str, Any]:
-        """Fields of an error event; empty if it is none of a full GPU."""
+        """Fields for an error event; none unless the GPU's memory was full."""
         import torch
 
         if not is_out_of_memory(error) or not torch.cuda.is_initialized():
@@ -136,7 +136,7 @@ def optimizer_bytes(optimizers: Iterable[Any], device: Any) -> tuple[dict[str, i
 def recorded_lines(
     snapshot: Mapping[str, Any], device: int | None, counted: set[int]
 ) -> list[tuple[str, int]]:
-    """The lines of the user's code that allocated most of what is in use, without `counted`."""
+    """The lines of the user's code that allocated most of what is in use, except `counted`."""
     found: defaultdict[str, int] = defaultdict(int)
     for segment in snapshot.get("segments", ()):
         address = segment.get("address", 0)

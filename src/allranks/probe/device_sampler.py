@@ -155,7 +155,7 @@ def cpu_seconds(started: list[str]) -> dict[str, float]:
 
 
 def cpu_wait_seconds(thread: int) -> float | None:
-    """How long a thread of this process has been ready to run without a CPU; None: not counted."""
+    """How long a thread of this process has been ready to run but had no CPU; None if unknown."""
     ids = [one.native_id for one in threading.enumerate() if one.ident == thread]
     with suppress(OSError, ValueError, IndexError):
         counts = Path(f"/proc/self/task/{ids[0]}/schedstat").read_text().split()
@@ -278,7 +278,7 @@ def slowed_by(reasons: int) -> list[str]:
 def neighbours(on_gpu: list[int], own: list[int]) -> int:
     """How many of the processes on a GPU are not this rank's.
 
-    In a container NVML may use the ids of the host: then one of them is this rank.
+    In a container, NVML may report the host's process ids: then one of them is this rank.
     """
     others = [process for process in on_gpu if process not in own]
     return len(others) if len(others) < len(on_gpu) else max(0, len(others) - 1)

@@ -1,4 +1,4 @@
-"""A rank's memory at the ends of steps, and the line that allocates what is never given back."""
+"""A rank's memory at the ends of steps, and the line that keeps what is never given back."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from allranks.timing.memory import Point, Where, steady_growth
 from allranks.timing.timeline import DATA
 
 LEAST_SECONDS, SHARE = 0.02, 1 / 50  # between two samples, and of the time since the first
-CHECK_SECONDS, CHECK_FACTOR = 1.0, 1.5  # when to look for growth first, and how much later next
+CHECK_SECONDS, CHECK_FACTOR = 1.0, 1.5  # when to look for growth first, and how much later again
 MOST_LOOKS = 3  # what grows at first may be a cache
-WATCHED_STEPS, LATER_STEPS = 4, 2  # what is kept of the former by the end of the latter
-LEAST_SHARE = 0.3  # of the growth: what a line must keep to explain it
-# That are followed, and how long it may take: a script that runs more is left alone, and one that
-# has switched garbage collection off, whose youngest objects are all objects.
+WATCHED_STEPS, LATER_STEPS = 4, 2  # what the former make and still exists after the latter is kept
+LEAST_SHARE = 0.3  # of the growth: a line that keeps less does not explain it
+# Following stops after this many executed lines, or this many seconds: some scripts run very many,
+# and where garbage collection is off, the youngest objects are all objects.
 MOST_LINES, MOST_SECONDS = 20_000, 1.0
-MOST_CALLS = 20  # of a stack in which an object is made, from the innermost outwards
+MOST_CALLS = 20  # of the stack in which an object is made, from the innermost outwards
 STATM = Path("/proc/self/statm")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryUse:
-    """Writes `memory` events, ever more rarely; if memory grows, finds out where."""
+    """Writes `memory` events, less and less often; if memory grows, finds out where."""
 
     def __init__(self, recorder: Recorder, *, looks_for_lines: bool) -> None:
         self.recorder = recorder
@@ -76,7 +76,7 @@ class MemoryUse:
 
     def _look_for_growth(self, step: int) -> None:
         timeline = self.recorder.timeline
-        # Another trace, a benchmark, a debugger, a test of coverage: perhaps next time.
+        # Not during a trace, a benchmark, debugging or coverage: perhaps next time.
         if timeline.kept is not None or self.recorder.is_measured or sys.gettrace() is not None:
             return
         for where, points in self._points.items():
@@ -112,7 +112,7 @@ class MemoryUse:
             self._watch.leave()
 
     def host_bytes(self) -> int:
-        """What this process uses alone."""
+        """What this process uses and shares with no other."""
         resident, shared = os.pread(self._statm, 128, 0).split()[1:3]
         return (int(resident) - int(shared)) * PAGE
 
@@ -127,17 +127,17 @@ Place = tuple[str, int, bool]  # file, line, and whether data is being loaded
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor, and the line at which each of what holds it began to."""
+    """A tensor, and for each of its references the line at which it began to exist."""
 
     reference: weakref.ref[Any]
     step: int  # in which it was made
     holders: list[Place | None] = field(default_factory=list)
 
     def count_holders(self, at: Place | None) -> None:
-        """After a line: who holds it now.
+        """After a line: update the references that exist now.
 
-        A line that runs again, or a call that returns to it, gives back what it held; a function
-        that ends, the variables that it set first.
+        A line that runs again, or that a call returns to, drops the references that it made; a
+        function that ends drops the variables that it set first.
         """
         one = self.reference()
         if one is None:
@@ -149,10 +149,10 @@ class _Tensor:
 
 
 class LineWatch:
-    """Which lines of the user's code make, or keep, what is still there some steps later.
+    """Which lines of the user's code make or keep what still exists some steps later.
 
-    Tensors are found among Python's youngest objects, after each line. Everything else that Python
-    allocates, and numpy's arrays, are known to tracemalloc.
+    Tensors are found among Python's youngest objects, after each line. tracemalloc knows everything
+    else that Python allocates, and numpy's arrays.
     """
 
     def __init__(self, where: Where, bytes_per_step: float, recorder: Recorder) -> None:
@@ -170,7 +170,7 @@ class LineWatch:
         self._has_tracemalloc = False
 
     def start(self, frame: FrameType | None) -> None:
-        self._harvest()  # what is there already
+        self._harvest()  # what exists already
         self._tensors.clear()
         self._is_on = True
         if self.where == "host" and not tracemalloc.is_tracing():
@@ -185,7 +185,7 @@ class LineWatch:
         sys.settrace(self._at_call)
 
     def next_step(self) -> bool:
-        """A step has ended: whether it was the last one to be followed."""
+        """Count a step that has ended; returns whether it was the last one."""
         self._step += 1
         if self._step == WATCHED_STEPS and self._is_on:
             self._stop_following()
@@ -197,7 +197,7 @@ class LineWatch:
         seen: set[int] = set()
         for one in self._tensors.values():
             tensor, place = one.reference(), one.holders[-1] if one.holders else None
-            # Not of the first step, which began somewhere in between.
+            # Not of the first step, which was not followed from its beginning.
             if tensor is None or place is None or not one.step:
                 continue
             with suppress(Exception):  # one without a storage
@@ -307,7 +307,7 @@ class LineWatch:
 
 
 def shown_path(file: str) -> str:
-    """A path as the trace's lines have it: relative to the working directory, if it is below it."""
+    """A path as in the lines of a trace: relative to the working directory if it is below that."""
     absolute = os.path.abspath(file)
     relative = os.path.relpath(absolute)
     return absolute if relative.startswith("..") else relative

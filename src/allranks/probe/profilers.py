@@ -20,11 +20,11 @@ from allranks.probe.recorder import Recorder
 
 SILENT = 6  # above the highest level of messages in Kineto's log
 LOG_LEVEL = "_ZN9libkineto6Logger14severityLevel_E"
-ELSEWHERE = "torch was imported by another thread than the one that trains"
+ELSEWHERE = "torch was imported by a thread other than the one that trains"
 ITS_OWN = "the script uses a profiler of its own"
 GRAPHS = "the script uses CUDA graphs, which may crash when a profiler starts or stops"
 ANOTHER = "another program may profile the script ({} is set)"
-# For torch's own daemon, and by Nsight and the like, which trace the GPU themselves.
+# Set for torch's own daemon, and by Nsight and the like, which trace the GPU themselves.
 OTHERS = ("KINETO_USE_DAEMON", "CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 UNLOADED = "TEARDOWN_CUPTI"  # 1: the library that traces a GPU is unloaded after a trace
 

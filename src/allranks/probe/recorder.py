@@ -30,7 +30,7 @@ EXIT_SECONDS = 5.0  # for a device to finish the last steps
 # The writing thread holds Python's lock, so it releases it every few lines. Half a second's lines
 # in one go would delay a step by milliseconds, and with it those of all other ranks.
 LINES_AT_ONCE, BREATH_SECONDS = 10, 0.0002
-MOST_LOADERS = 8  # whose settings are written
+MOST_LOADERS = 8  # how many loaders' settings are written
 MEET_WITHIN = 20  # steps; ranks that have not met by then train independently
 
 STARTED_AS = "ALLRANKS_RANK"  # the rank that the launcher started, whatever that rank then starts
@@ -164,7 +164,7 @@ class Recorder:
             self._write_counts(self._log)
 
     def _write_loader(self, log: EventLog) -> None:
-        """How the training loader was made, once: a script may make one for every epoch."""
+        """How the training loader was made, once for each: scripts may make one in every epoch."""
         training = self.counter.training
         if training is None or training.settings in self._loaders:
             return

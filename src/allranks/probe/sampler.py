@@ -1,10 +1,10 @@
-"""Samples what the training thread is executing, by a timer that needs no lock of Python's.
+"""Samples what the training thread is executing, with a timer that does not need Python's lock.
 
-A signal interrupts the thread every half millisecond, whoever holds Python's lock; Python then
-calls the handler in that thread before it executes anything else. So a sample shows the line that
-was being executed, also if that line was waiting, or in a C function. faulthandler needs no lock
-either, but reads frames that may just be freed: a thousand times a second, in a script that calls
-functions deeply, it ended in SIGSEGV within seconds (Python 3.11), as a watchdog and by signals.
+A signal interrupts the thread every half millisecond, no matter which thread holds Python's lock;
+Python then calls the handler in that thread before it executes anything else. So a sample shows the
+line that was being executed, even if it was waiting or in a C function. faulthandler needs no lock
+either, but may read frames that are being freed: a thousand times a second, in a script with deep
+calls, it ended in SIGSEGV within seconds (Python 3.11), both as a watchdog and by signals.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from allranks.timing.traced_steps import Sample
 
 PERIOD_SECONDS = 0.0005
 MAX_SAMPLES = 20_000
-STOLEN = 0.5  # of the time between two samples: in less, this thread was not the one that ran
-# Hardly anybody uses it, and a process without a handler ignores it: whatever a script does to its
-# handlers, such as Lightning, which puts all back at its end, the timer never kills it.
+STOLEN = 0.5  # of the time between two samples: if the thread ran for less, others took its CPU
+# Hardly anyone uses it, and a process without a handler ignores it. So the timer never kills a
+# script, whatever that does to its handlers; Lightning, for example, restores all at its end.
 SIGNAL = signal.SIGURG
 CLOCK_MONOTONIC, SIGEV_THREAD_ID, TIMER_ABSTIME = 1, 4, 1  # as Linux has them
 OWN, TORCH, LIBRARY = "own", "torch", "library"
@@ -57,11 +57,11 @@ class _Times(ctypes.Structure):
 
 
 class _Seen(NamedTuple):
-    """What a signal has found."""
+    """What was seen at one signal."""
 
     now: float
     cpu: float  # seconds of this thread
-    num_switches: int  # to other programs, whether it wanted or not
+    num_switches: int  # involuntary ones, to other threads
     kind: str
     place: tuple[str, int] | None
 
@@ -70,7 +70,7 @@ class Sampler:
     """Samples the thread that starts it, which must be the main thread."""
 
     def __init__(self, look: Callable[[float], None]) -> None:
-        self._look = look  # called with the time of each sample, between any two instructions
+        self._look = look  # called with each sample's time, between any two instructions
         self._torch = (folder_of_torch(), "torchinductor")
         self._kinds: dict[CodeType, str] = {}
         self._seen: list[_Seen] = []
@@ -91,7 +91,7 @@ class Sampler:
         ):
             return False
         signal.signal(SIGNAL, self._take)
-        signal.siginterrupt(SIGNAL, False)  # calls that it interrupts go on
+        signal.siginterrupt(SIGNAL, False)  # calls that it interrupts continue
         period = round(PERIOD_SECONDS * 1e9)
         self._began = perf_counter() + PERIOD_SECONDS  # the same clock
         first = round(self._began * 1e9)
@@ -137,11 +137,11 @@ class Sampler:
         return kind
 
     def samples(self, offset: float) -> list[Sample]:
-        """One for every period, at times of another clock, which is so many seconds ahead.
+        """One for every period, in the time of a clock that is `offset` seconds ahead.
 
-        A signal that comes within a C function is handled at its end, however many have come. They
-        also come together if the system has let other programs run in place of this thread: then
-        the line that it was about to execute takes no longer than otherwise.
+        Signals that arrive during a C function are handled together when it ends. They also arrive
+        together after the system has let other programs run in place of this thread: that time does
+        not count for the line that it was about to execute.
         """
         found: list[Sample] = []
         due = self._began
@@ -161,7 +161,7 @@ class Sampler:
 
 
 def is_caught(number: int) -> bool:
-    """Whether somebody has a handler for a signal, even one that Python does not know of."""
+    """Whether the process handles or ignores a signal, even if Python does not know of it."""
     status = Path("/proc/self/status").read_text(errors="replace")
     masks = re.findall(r"^Sig(?:Cgt|Ign):\s*([0-9a-f]+)$", status, re.MULTILINE)
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)

@@ -181,7 +181,7 @@ def subtitle(section: Record) -> list[str]:
 
 
 def lines_after(section: Record) -> list[VerdictLine]:
-    """What follows from the limit that the headline names. What changed since, the tables show."""
+    """What follows from the limit in the headline; what changed since, the tables show."""
     found = [run for run in section["runs"] if run["run"] == section["headline_run"]]
     return [one for run in found for one in verdict_lines(run) if one.label in (NEXT, WARNING)]
 

@@ -233,7 +233,7 @@ def record_exception(error: BaseException) -> None:
 def _more_about(error: BaseException) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for add in more_about:
-        with suppress(Exception):  # after the script's own, no other error matters
+        with suppress(Exception):  # only the script's own error matters
             found |= add(error)
     return found
 

@@ -144,7 +144,7 @@ class Compared:
     state: str
     runs: tuple[str, ...]
     counted: tuple[str, ...]  # the runs that the numbers come from
-    typical: str | None  # the one of median pace: what limited it is what limits the layout
+    typical: str | None  # the run of median pace: its limit is the layout's
     num_failed: int
     is_steady: bool  # whether all of them reached steady steps
     is_guess: bool = False  # whether their samples are an estimate

@@ -1,10 +1,10 @@
 """Floating-point operations of a training step, counted from the shapes of its operators.
 
-Matrix products, convolutions, attention and recurrent layers count, each as two operations for a
-multiplication and its addition; attention counts in full, whether it is causal or not. An operator
-of the forward pass counts three times if a backward pass follows, once if none does (a teacher, an
-evaluation). The backward pass itself is not counted: what it recomputes is kept apart. Nor is the
-optimizer, which may multiply matrices too.
+Matrix products, convolutions, attention and recurrent layers count; a multiplication and its
+addition are two operations. Attention counts in full, whether it is causal or not. An operator of
+the forward pass counts three times if a backward pass follows, once if none does (a teacher, an
+evaluation). The backward pass itself is not counted, and what it recomputes is counted separately.
+The optimizer, which may multiply matrices too, is not counted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Formula = Callable[[Shapes, Sequence[str]], float]  # from all arguments: shapes
 
 NODE = "autograd::engine::evaluate_function: "  # a node of the backward pass, as the engine runs it
 OPTIMIZER = "Optimizer.step#"
-SEQUENCE = "Sequence number"  # of an operator that autograd watches
-# Kernels that torch.compile writes itself in place of operators: their names say what they compute,
-# their arguments do not.
+SEQUENCE = "Sequence number"  # of an operator that autograd records
+# Kernels that torch.compile generates in place of operators: their arguments do not show what they
+# compute.
 TEMPLATES = ("triton_tem_", "cpp_fused_gemm", "cutlass_")
 PRECISIONS = {
     "double": "float64",
@@ -48,7 +48,7 @@ class Flops:
 
 
 def product(first: int) -> Formula:
-    """Of two matrices, or of two stacks of them, from this argument on."""
+    """A product of two matrices, or of two stacks of them: this argument and the next."""
 
     def count(shapes: Shapes, values: Sequence[str]) -> float:
         one, other = shapes[first], shapes[first + 1]
@@ -58,7 +58,7 @@ def product(first: int) -> Formula:
 
 
 def grouped_product(shapes: Shapes, values: Sequence[str]) -> float:
-    """Of matrices of which each has a part of the rows or columns of one of the two arguments."""
+    """Products of matrices that each hold some rows or columns of one of the two arguments."""
     one, other = shapes[0], shapes[1]
     stacked = one[0] if len(one) == len(other) == 3 else 1
     return 2.0 * stacked * one[-2] * one[-1] * other[-1]
@@ -100,11 +100,11 @@ def _numbers(text: str, count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """How an operator is counted. `operand`: the argument whose type it computes in."""
+    """How an operator is counted. `operand`: the argument in whose type it computes."""
 
     count: Formula
     operand: int = 0
-    family: str = "matmul"  # whose setting allows tf32
+    family: str = "matmul"  # whose setting decides whether tf32 is allowed
 
 
 OPERATORS = {
@@ -131,7 +131,7 @@ OPERATORS = {
 
 @dataclass(slots=True)
 class _Counted:
-    """One operator that was found, with those that it called itself."""
+    """One operator that was found, including those that it called."""
 
     name: str
     flops: float
@@ -141,17 +141,17 @@ class _Counted:
 
 @dataclass(slots=True)
 class _Node:
-    """A node of the backward pass, or what is outside of it."""
+    """A node of the backward pass, or a call outside it."""
 
     is_backward: bool = True
-    # Whether it ran operators that autograd does not watch, as a backward pass does; those that it
-    # watches are then recomputed. If all are watched, the script differentiates its gradients.
+    # Whether it ran operators that autograd does not record, as a backward pass does; those that it
+    # records are then recomputed. If it records all, the script differentiates its gradients.
     has_unwatched: bool = False
     watched: list[_Counted] = field(default_factory=list)
 
 
 class _Open:
-    """An operator that has not ended yet, and what holds for those that it calls."""
+    """An operator that has not ended yet, and what is true of those that it calls."""
 
     __slots__ = ("counted", "end", "is_left_out", "is_trained", "is_watched", "node")
 
@@ -174,9 +174,9 @@ class _Open:
 
 
 def flops_of(trace: Trace, tf32: Collection[str] = ()) -> Flops | None:
-    """Of the average step of a trace with shapes; None if not everything could be counted.
+    """The operations of a trace's average step; None if not everything could be counted.
 
-    `tf32`: what float32 is computed in it, `matmul` or `convolution` or both.
+    `tf32`: where float32 is computed in tf32: `matmul`, `convolution` or both.
     """
     spans = [span for span in trace.host if trace.covers(span.begin)]
     spans += [one for one in trace.annotations if one.name.startswith(OPTIMIZER)]
@@ -219,7 +219,7 @@ def _nodes(spans: Iterable[Span], tf32: Collection[str]) -> list[_Node]:
             nodes.append(here.node)
         name = span.name.removeprefix("aten::")
         here.node.has_unwatched |= span.name.startswith("aten::") and not here.is_watched
-        # A closure, which computes the gradients inside the optimizer's step, is watched.
+        # Autograd records a closure, which computes the gradients inside the optimizer's step.
         if name not in OPERATORS or (here.is_left_out and not here.is_watched):
             continue
         if here.counted is None:

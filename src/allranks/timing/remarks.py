@@ -204,7 +204,7 @@ def of_shares(samples: Mapping[int, float], records: Mapping[int, RankRecord]) -
 
 
 def of_length(timing: Timing) -> Iterable[Remark]:
-    """A run that is too short to compare. Its verdict says if it is too short to judge at all."""
+    """A run that is too short to compare. If it is too short to judge, its verdict says so."""
     if timing.num_steps < JUDGED_STEPS and timing.seconds < JUDGED_SECONDS:
         only = f"measured for only {count(timing.num_steps, 'step')} ({duration(timing.seconds)})"
         text = f"too short to judge: {only}; let it run longer"

@@ -1,8 +1,8 @@
 """Where a run's time goes, from its first steady step to its last: shares that sum to 1.
 
-The steps say how long a rank waits for data and for other ranks. What it does between the steps, or
-in a few of them only, are pauses. The rest is local work, which a trace divides: the device's
-times are the trace's, the length of a step is that of the steps that were not traced.
+The steps say how long a rank waits for data and for other ranks. What it does between steps, or
+only in a few of them, is a pause. The rest is local work, which a trace divides: the device's times
+come from the trace, the length of a step from the steps that were not traced.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Shares = dict[str, float]
 
 LIMITS = ("compute", "launches", "host", "copies", "data", "communication", "straggler", "pauses")
 LOCAL = ("compute", "launches", "host", "copies")  # what only a trace can divide
-DOUBT = "doubt"  # how much of the host's time and of launches may be otherwise
-FAR = 0.3  # of a usual step: by how much a step's `other` exceeds the usual one in a pause
+DOUBT = "doubt"  # by how much the shares of host and launches may be wrong
+FAR = 0.3  # of a usual step: in a pause, `other` exceeds the usual by more than this
 HEAVY = 1.3  # times the usual backward pass
-CHANCE = 4.0  # times what a busy machine explains
-FEW = 0.25  # of the steps: what happens more often is part of the steps
-PLACES, PLACE_BYTES = 12, 1 << 14  # of a long file, where steps are read to see how long one takes
+CHANCE = 4.0  # times what a busy machine would explain
+FEW = 0.25  # of the steps: what happens in more of them is no pause
+PLACES, PLACE_BYTES = 12, 1 << 14  # in a long file: steps are read there to see how long one takes
 NO_WAIT = {WAIT: math.inf}
-SLOWED = 2.5  # times: what tracing on a CPU explains, where operators are short
-# Traced steps may take so many times as long as others, besides what the trace has cost.
+SLOWED = 2.5  # times: more is not explained by tracing short operators on a CPU
+# Traced steps may take this many times as long as others, besides what the trace has cost.
 LIKE_OTHERS = (0.75, 1.33)
 
 
@@ -69,23 +69,23 @@ class Measured:
     problem: str | None = None  # why there is no trace
     is_gpu: bool = False
     utilization: float | None = None  # of the GPUs, by NVML, where there is no trace
-    doubt: float = 0.0  # how much of the shares of host and launches may be otherwise
-    burst: float = 0.0  # of the time for data: how much of it falls into a few steps
+    doubt: float = 0.0  # by how much the shares of host and launches may be wrong
+    burst: float = 0.0  # the share of the time for data that falls into a few steps
 
     @property
     def typical(self) -> Traced | None:
-        """The trace that divides the local work: of the rank whose parts these are, or another."""
+        """The trace that divides the local work: that of the middle rank, or of another."""
         rank = trace_of(self.timing, self.traced)
         return None if rank is None else self.traced[rank]
 
     @property
     def has_trace(self) -> bool:
-        """Whether there is one that the other steps do not contradict."""
+        """Whether there is a trace that the other steps do not contradict."""
         return self.typical is not None and self.typical.is_alike
 
     @property
     def step_seconds(self) -> float:
-        """Of the average step, with its part of the pauses."""
+        """Of the average step, including its part of the pauses."""
         return self.timing.step_seconds / (1 - self.shares["pauses"])
 
 
@@ -113,8 +113,8 @@ def measure(
 ) -> Measured | None:
     """The shares of the window's time; None where the steps have no phases.
 
-    `records`: all ranks, or the last steps of each, with their traces. `rare`: seconds of pauses
-    for the average step, if there are more between all steps than between these.
+    `records`: of all ranks, or the last steps of each, with their traces. `rare`: seconds of pauses
+    per step, if there are more between all steps than between these.
     """
     steps = {rank: record.timed_steps for rank, record in records.items()}
     common = set.intersection(*(set(own) for own in steps.values()))
@@ -165,7 +165,7 @@ def measure(
 def shares_of(
     cleaned: _Steps, numbers: Sequence[int], timing: Timing | None, division: Shares | None
 ) -> Shares:
-    """The shares of these steps' time; `timing`: theirs, None for a single one."""
+    """The shares of these steps' time; `timing`: that of these steps, None for a single one."""
     if timing is not None and timing.parts is not None:
         parts = timing.parts
     else:
@@ -198,9 +198,9 @@ def without_pauses(
     *,
     is_one_clock: bool,
 ) -> _Steps:
-    """The steps as they would be without pauses: the others wait for a rank that makes one.
+    """The steps as they would be without pauses, and without waiting for a rank that pauses.
 
-    `between`: seconds before a step that belong to none.
+    `between`: seconds before a step that belong to no step.
     """
     usual = statistics.median(own[n]["seconds"] for own in steps.values() for n in numbers)
     # A script without a loader has no mark between a pause and its forward pass.
@@ -236,17 +236,17 @@ def pauses_in(phase: str, steps: Sequence[Event], usual: float) -> list[float]:
         return found
     passes = [event[BACKWARD] + event[OPTIMIZER] for event in steps]
     middle = statistics.median(passes)
-    if phase == FORWARD:  # with a backward pass that is longer, too, it is a longer batch
+    if phase == FORWARD:  # if the backward pass is longer, too, it is a longer batch
         heavy = [took > HEAVY * middle for took in passes]
         found = [0.0 if is_heavy else took for is_heavy, took in zip(heavy, found, strict=True)]
-    # A busy machine holds up everything now and then: backward passes as often as what is here.
+    # A busy machine holds up everything now and then, backward passes as often as this phase.
     part = statistics.median(event[phase] for event in steps) / (middle or math.inf)
     by_chance = part * (statistics.fmean(passes) - middle)
     return found if statistics.fmean(found) > CHANCE * by_chance else [0.0] * len(found)
 
 
 def far_above(seconds: Sequence[float], step: float) -> list[float]:
-    """By how much each exceeds the usual where that is far, and rare; elsewhere 0."""
+    """By how much each exceeds the usual, if by much and in few steps; otherwise 0."""
     usual = statistics.median(seconds)
     found = [took - usual if took - usual > FAR * step else 0.0 for took in seconds]
     is_rare = sum(map(bool, found)) <= FEW * len(found)
@@ -254,7 +254,7 @@ def far_above(seconds: Sequence[float], step: float) -> list[float]:
 
 
 def shortened(event: Event, more: Mapping[str, float], waited: float) -> Event:
-    """A step without so many seconds of these phases and of its longest wait."""
+    """A step without these seconds of its phases and of its longest wait."""
     new = {**event, WAIT: event[WAIT] - waited}
     for phase, took in more.items():
         new[phase] = event[phase] - took
@@ -269,7 +269,7 @@ def shortened(event: Event, more: Mapping[str, float], waited: float) -> Event:
 def time_between(record: RankRecord, numbers: Sequence[int], rare: float = 0.0) -> dict[int, float]:
     """Seconds before each step that belong neither to it nor to an evaluation, such as saves.
 
-    Some are negative, since a host may be ahead of its device: only their sum means something.
+    Some are negative, since a host may be ahead of its device: only their sum is meaningful.
     """
     before = {event["step"]: event["t"] for event in record.steps}
     own = {n: event for n, event in record.timed_steps.items() if n - 1 in before}
@@ -287,7 +287,7 @@ def lasted(event: Event) -> float:
 
 
 def rare_pauses(path: Path) -> float:
-    """Seconds between the steps of a long file, for the average step; 0 if it may be by chance.
+    """Seconds between the steps of a long file, per step; 0 if chance may explain them.
 
     Steps at several places in it show how long one takes, and the clock how long all of them took.
     """
@@ -308,7 +308,7 @@ def rare_pauses(path: Path) -> float:
 
 
 def burst_of(seconds: Sequence[float]) -> float:
-    """How much of a phase's time falls into few steps, as where workers start anew."""
+    """How much of a phase's time falls into a few steps, as when workers are started again."""
     total = math.fsum(seconds)
     most = sorted(seconds, reverse=True)[: max(1, len(seconds) // 20)]
     return math.fsum(most) / total if total else 0.0
@@ -318,7 +318,7 @@ def burst_of(seconds: Sequence[float]) -> float:
 
 
 def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
-    """What the traces of a rank show; those of the steps in question, or the last one."""
+    """What the traces of a rank within these steps show, or else its last one."""
     known = [one for one in record.others["trace"] if "compute" in one and "first" in one]
     within = [one for one in known if one["first"] >= min(steps)] or known[-1:]
     if not within:
@@ -333,7 +333,7 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
     own = [event for event in record.steps if event["step"] in numbers and OTHER in event]
     usual = statistics.median(event["seconds"] for event in steps.values())
     others = [event[OTHER] for event in steps.values()]
-    # A pause in a traced step is no work of every step.
+    # A pause in a traced step is not part of every step.
     far = [max(0.0, event[OTHER] - statistics.median(others)) for event in own]
     pauses = [took if took > FAR * usual else 0.0 for took in far]
     parts = {part: mean(part) for part in LOCAL}
@@ -395,10 +395,10 @@ def mean_utilization(records: Mapping[int, RankRecord]) -> float | None:
 def divided(
     timing: Timing, usual: float, traced: Mapping[int, Traced], utilization: float | None
 ) -> Shares | None:
-    """How local work divides: shares of it that sum to 1; None where nothing shows it.
+    """How local work is divided: shares that sum to 1; None if nothing shows it.
 
-    `usual`: seconds of it in the median step. On a GPU idle time is what is left of a step: not of
-    the few that were much longer, for example to compile.
+    `usual`: seconds of it in the median step. On a GPU, idle time is what is left of a step; the
+    few steps that were much longer, for example to compile, must not count.
     """
     parts = timing.parts or {}
     local = parts["compute"] + parts["other"]
@@ -428,7 +428,7 @@ def waiting(parts: Mapping[str, float]) -> float:
 
 
 def of_local(local: float, traced: Traced) -> Shares:
-    """So many seconds of local work by what a trace shows; tracing slows the host, not a GPU."""
+    """Divides seconds of local work as a trace shows it; tracing slows the host, not a GPU."""
     own = traced.parts
     if traced.device != "cuda":
         # Tracing slows operators, not what is between them; a busy machine slows both.
@@ -446,6 +446,6 @@ def of_local(local: float, traced: Traced) -> Shares:
         "communication": traced.exchanges * scale,
         "host": host,
         "launches": idle - host,
-        # Where traced steps are idle for longer than others, nobody knows which of the two was not.
+        # If traced steps are idle for longer than others, which of the two is longer is not known.
         DOUBT: host - likely + max(0.0, idle - seen),
     }

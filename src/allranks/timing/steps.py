@@ -33,7 +33,7 @@ STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of them, and how far their 
 # turns at being late, and other work on a machine may slow one of them for a while.
 LEAST_LATE, SURE, SURE_BLOCKS = 0.01, 3.5, 10
 LEAST_STEPS = 5  # with fewer, one rank is late in most of them by chance
-ENOUGH_STEPS = 20  # steady ones: with fewer, nothing is said for certain of what limits a run
+ENOUGH_STEPS = 20  # steady ones: with fewer, what limits a run is not certain
 LEAST_PART = 0.1  # of the time others wait for a slow rank: a part that explains as much is named
 LEAST_AFTER = 0.25  # of the exchange: how much later than all others a rank leaves it
 LEAST_SAME = 0.5  # of the steps: in these, all ranks wait longest in the same exchange
@@ -278,9 +278,9 @@ class Split:
 def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> Split:
     """Separate communication from waiting for slower ranks; a row has the events of all ranks.
 
-    The parts are those of the median rank, and sum to its steps. The time that the last rank to
-    come waits longer for its data counts as data, and the time that the slowest one spends longer
-    around an exchange as communication, whoever has to wait for it.
+    The parts are those of the median rank, and sum to its steps. If the last rank to
+    arrive waits longer for its data, waiting for it counts as data; if the slowest one spends
+    longer around an exchange, waiting for it counts as communication.
     """
     ranks = range(len(rows[0]))
     waits = [[math.fsum(inner_waits(event)) for event in row] for row in rows]
@@ -330,7 +330,7 @@ def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> 
 
 
 def late_for_data(row: Sequence[Event], waits: Sequence[float], middle: int) -> float:
-    """How long a rank waits in a step because the last one to come has waited for its data."""
+    """How long a rank waits in a step because the last one to arrive has waited for its data."""
     last = min(range(len(row)), key=lambda r: waits[r])
     longer = float(row[last][DATA] - row[middle][DATA])
     return max(0.0, min(waits[middle] - waits[last], longer))

@@ -90,7 +90,7 @@ class Timeline:
         # Of the step under way, behind those of the steps that nobody has taken yet. The first step
         # begins with its first mark. It is always the same list, so that hooks may append to it.
         self.marks: list[Mark] = []
-        self.kept: list[Mark] | None = None  # those taken, while somebody wants them too
+        self.kept: list[Mark] | None = None  # those taken, while a trace needs them too
         self.traced: set[int] = set()  # steps that tracing slows
         self._num_taken = 0  # steps
         self._cutting = threading.Lock()

@@ -1,8 +1,8 @@
-"""What the device of a rank did in a few traced steps, and the host while it was idle.
+"""What a rank's device did in a few traced steps, and what the host did while it was idle.
 
-Pure functions of a trace (see trace.py), of the phases in which the rank waited for its data or for
-other ranks, and of samples of what its training thread was executing. All times are in seconds of
-the trace's own clock.
+Pure functions of a trace (see trace.py), of the times when the rank waited for data or other ranks,
+and of samples of what its training thread was executing. All times are seconds of the trace's own
+clock.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from allranks.timing.trace import (
     within,
 )
 
-# Between two operators, the Python of any model takes as long: it is how torch is called.
+# Between two operators, the Python code of any model takes this long: it is how torch is called.
 SHORT_GAP_SECONDS = 50e-6
-# Without samples, longer gaps are not torch's own code.
+# Without samples, longer gaps are taken for code other than torch's.
 LONG_GAP_SECONDS = 500e-6
 MAX_LINES = 5
 # Calls in which the host waits until the device has finished.
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
     moment: float
     in_torch: bool  # Python code of torch, or of a model in a library that torch has called
-    line: str | None  # of the user's code that was executed, or had called a library
+    line: str | None  # of the user's code that was being executed, or that called a library
 
 
 @dataclass(slots=True)
@@ -92,15 +92,15 @@ def on_cpu(
 
 
 def is_operator(name: str) -> bool:
-    """Whether a span is torch's own work, not one in which autograd may call Python functions."""
+    """Whether a span is torch's own work; autograd's nodes may call Python functions."""
     return ("::" in name and not name.startswith("autograd::")) or "Compiled" in name
 
 
 def host_time(intervals: Iterable[Interval], samples: Sequence[Sample]) -> HostTime:
     """How much of these intervals, outside torch's operators, is the user's code and torch's own.
 
-    Samples that fall into an interval divide it. The intervals that are too short for one are
-    divided as the samples in others that are not much longer.
+    Samples that fall into an interval divide it. Intervals that were too short to have one are
+    divided like those that had exactly one.
     """
     found, unseen, seen = HostTime(), 0.0, Counter[tuple[bool, str | None]]()
     moments = [sample.moment for sample in samples]
@@ -131,7 +131,7 @@ def on_device(
     """What a GPU did for these steps, and what the host did while it was idle."""
     ours = [s for n, s in enumerate(trace.device) if trace.covers(trace.launched[n])]
     before = [s.end for n, s in enumerate(trace.device) if trace.launched[n] < trace.begin]
-    begin = max(before, default=trace.begin)  # when the device came to these steps
+    begin = max(before, default=trace.begin)  # when the device began these steps
     end = max([begin, *(span.end for span in ours)])
     copies = [span for span in ours if is_copy(span)]
     exchanges = [span for span in ours if is_exchange(span)]
@@ -157,8 +157,8 @@ def on_device(
 def idle_host(trace: Trace, idle: Sequence[Interval], samples: Sequence[Sample]) -> HostTime:
     """What the host did while the device was idle.
 
-    Once the host has waited for the device, that is idle whatever the host does next: all of the
-    gap is the host's, at the lines that wait.
+    Once the host has waited for the device, the device is idle whatever the host does next: the
+    whole gap is host time, at the lines that wait.
     """
     waits = union((s.begin, s.end) for s in trace.runtime if synchronises(s.name))
     ends = [end for _, end in waits]
@@ -179,7 +179,7 @@ def idle_host(trace: Trace, idle: Sequence[Interval], samples: Sequence[Sample])
 
 
 def is_copy(span: Span) -> bool:
-    """Whether a span copies to or from the device; within it, copying is computing."""
+    """Whether a span copies to or from the device; copies within it count as computing."""
     return span.kind == "gpu_memcpy" and "DtoD" not in span.name
 
 
@@ -188,7 +188,7 @@ def num_bytes(span: Span) -> int:
 
 
 def without(ours: Iterable[Interval], theirs: Sequence[Interval]) -> list[Interval]:
-    """The time that is in ours and not in theirs; each must be a union."""
+    """The time that is in ours but not in theirs; each must be a union."""
     parts, first = [], 0
     for low, high in ours:
         while first < len(theirs) and theirs[first][1] <= low:

@@ -233,7 +233,7 @@ class Hub:
         }
 
     def _found(self, view: RunView) -> dict[str, Any] | None:
-        """The doctor's findings, without the limit, which is shown anyway."""
+        """The doctor's findings, without the limit, which the page shows elsewhere."""
         if self._findings is None:
             return None
         found = self._findings.of(view.run) or UNANSWERED

@@ -140,7 +140,7 @@ class Watcher:
         return has_news | self._judge(detail)
 
     def judge_all(self) -> None:
-        """Judge every run that is shown, now; `poll` judges those in `detail`, after a while."""
+        """Judge every run that is shown, now; `poll` judges only those in `detail`, in a thread."""
         for one in self._followed.values():
             if not one.is_hidden and has_steps(one.view):
                 one.judgement = judge(one.run, one.measured)
