@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from allranks.doctor.out_of_memory import what_filled
+from allranks.probe import device_memory
 from allranks.probe.device_memory import DeviceMemory, optimizer_bytes, recorded_lines
 from allranks.run import tracebacks
 from allranks.run.events import append_event
@@ -91,6 +93,19 @@ def test_the_first_steps_are_recorded(calls: list[Any]) -> None:
         for call in list(recorder.at_step):
             call(step)
     assert calls == ["state", None] and not recorder.at_step and not recorder.at_loading
+
+
+def test_without_steps_recording_ends_too(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "MOST_SECONDS", 0.0)
+    recorder, memory = begin()
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+    assert calls == ["state", None]
+    recorder.at_step[0](3)
+    assert calls == ["state", None] and memory.what_filled(FULL)["filled_by"]
 
 
 def test_what_the_script_records_is_left_alone(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from allranks.run import tracebacks
 from allranks.run.tracebacks import Frame, short_path
 
 RECORDED_STEPS = 3
+MOST_SECONDS = 60.0  # even without steps: a script may only evaluate, which recording slows
 MOST_LINES = 5
 
 
@@ -26,7 +28,8 @@ class DeviceMemory:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._own: Callable[..., Any] | None = None  # torch's function, while recording
+        self._own: Callable[..., Any] | None = None  # torch's function, once it has recorded
+        self._timer: threading.Timer | None = None  # while recording
         self._is_scripts = False  # whether the script records memory itself
         recorder.at_loading.append(self._at_loading)
         recorder.at_step.append(self._at_step)
@@ -71,8 +74,15 @@ class DeviceMemory:
 
         record(enabled="state", context="state", stacks="python")
         memory._record_memory_history = by_the_script
+        self._timer = threading.Timer(MOST_SECONDS, self._try, [self._stop])
+        self._timer.daemon = True
+        self._timer.start()
 
     def _stop(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is None:
+            return
+        timer.cancel()
         if self._own is not None and not self._is_scripts:
             import torch
 
