@@ -28,7 +28,7 @@ WATCHED_STEPS, LATER_STEPS = 4, 2  # what the former make and still exists after
 LEAST_SHARE = 0.3  # of the growth: a line that keeps less does not explain it
 # Following stops after this many executed lines, or this many seconds: some scripts run very many,
 # and where garbage collection is off, the youngest objects are all objects.
-MOST_LINES, MOST_SECONDS = 20_000, 1.0
+MOST_LINES, MOST_SECONDS = 20_000, 0.3
 MOST_CALLS = 20  # of the stack in which an object is made, from the innermost outwards
 STATM = Path("/proc/self/statm")
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -337,8 +337,11 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
     far = [max(0.0, event[OTHER] - statistics.median(others)) for event in own]
     pauses = [took if took > FAR * usual else 0.0 for took in far]
     parts = {part: mean(part) for part in LOCAL}
-    if own and math.fsum(pauses):
-        parts["host"] = max(0.0, parts["host"] - statistics.fmean(pauses))
+    # What precedes its first step is the start of the trace, which is not in it.
+    starts = {one["first"] for one in within}
+    traced = [took for event, took in zip(own, pauses, strict=True) if event["step"] not in starts]
+    if own:
+        parts["host"] = max(0.0, parts["host"] - math.fsum(traced) / len(own))
     least, most = LIKE_OTHERS
     slowed = slowed_by(own, steps, pauses)
     cost = math.fsum(one.get("cost", 0.0) for one in within) / len(numbers)
