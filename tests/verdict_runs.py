@@ -30,10 +30,10 @@ def planted(
     info: Mapping[str, Any] | None = None,
     number: int = 0,
 ) -> RunDir:
-    """A run whose ranks have these phases (milliseconds), meet in every step and then exchange.
+    """A run whose ranks have these phases (milliseconds), and exchange data in every step.
 
     `comm`: milliseconds of the exchange. `traces`: by rank, fields of a trace of four steps.
-    `each`: changes a step of a rank. `events`: more of a rank.
+    `each`: changes a step of a rank. `events`: more events of a rank.
     """
     run = RunDir(runs / f"train-20261118-1200{number:02}-{number:04x}")
     run.attempt(0).mkdir(parents=True)
@@ -83,7 +83,7 @@ HEALTHY_SECONDS = {name: took / 1e3 for name, took in HEALTHY.items()}
 
 
 def cpu_trace(host: float = 0.0, local: float = 98.8, **fields: Any) -> Event:
-    """Of a CPU, in milliseconds: torch works for all local time that is not the host's."""
+    """A CPU's trace, in milliseconds: torch takes all local time that is not the host's."""
     busy = (local - host) / 1e3
     return {"busy": busy, "compute": busy, "host": host / 1e3, **fields}
 
@@ -91,7 +91,7 @@ def cpu_trace(host: float = 0.0, local: float = 98.8, **fields: Any) -> Event:
 def gpu_trace(
     compute: float, *, launches: float = 0.0, host: float = 0.0, copies: float = 0.0, **fields: Any
 ) -> Event:
-    """Of a GPU, in milliseconds."""
+    """A GPU's trace, in milliseconds."""
     seconds = {"compute": compute, "launches": launches, "host": host, "copies": copies}
     found = {name: took / 1e3 for name, took in seconds.items()}
     return {"device": "cuda", "busy": found["compute"] + found["copies"], **found, **fields}

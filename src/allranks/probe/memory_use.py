@@ -107,7 +107,7 @@ class MemoryUse:
             )
 
     def _forget(self) -> None:
-        """In a forked process."""
+        """Stop watching, in a forked process."""
         if self._watch is not None:
             self._watch.leave()
 
@@ -299,7 +299,7 @@ class LineWatch:
         return self._is_file(frame.f_code.co_filename)
 
     def _is_file(self, file: str) -> bool:
-        """Whether it is the user's."""
+        """Whether a file is the user's own."""
         known = self._own.get(file)
         if known is None:
             known = self._own[file] = Frame(file, 0, "").is_own

@@ -77,7 +77,7 @@ class Session:
 
     @property
     def num_steps(self) -> int:
-        """That were traced; the first end is that of the step before them."""
+        """How many steps were traced; the first end is that of the step before them."""
         return len(self.ends) - 1
 
     def start(

@@ -69,7 +69,7 @@ def growing_memory(records: Mapping[int, RankRecord], info: Mapping[str, Any]) -
 
 
 def points_of(record: RankRecord, where: Where) -> list[Point]:
-    """In order of time: at the ends of early steps, later whenever the device was sampled."""
+    """A rank's memory over time: at the ends of early steps, later whenever it was sampled."""
     points: list[Point] = []
     for event in itertools.chain(record.others["memory"], record.devices):
         if event["event"] == "memory":

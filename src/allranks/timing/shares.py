@@ -85,7 +85,7 @@ class Measured:
 
     @property
     def step_seconds(self) -> float:
-        """Of the average step, including its part of the pauses."""
+        """The length of the average step, including its part of the pauses."""
         return self.timing.step_seconds / (1 - self.shares["pauses"])
 
 
@@ -246,7 +246,7 @@ def pauses_in(phase: str, steps: Sequence[Event], usual: float) -> list[float]:
 
 
 def far_above(seconds: Sequence[float], step: float) -> list[float]:
-    """By how much each exceeds the usual, if by much and in few steps; otherwise 0."""
+    """By how much each exceeds the median, if by much and in few steps; otherwise 0."""
     usual = statistics.median(seconds)
     found = [took - usual if took - usual > FAR * step else 0.0 for took in seconds]
     is_rare = sum(map(bool, found)) <= FEW * len(found)
@@ -282,7 +282,7 @@ def time_between(record: RankRecord, numbers: Sequence[int], rare: float = 0.0) 
 
 
 def lasted(event: Event) -> float:
-    """A step with the evaluation before it."""
+    """The length of a step and of the evaluation before it."""
     return float(event["seconds"] + event.get("evaluation", 0.0))
 
 
@@ -378,7 +378,7 @@ def slowed_by(
 
 
 def local_seconds(event: Event) -> float:
-    """A step without its waiting."""
+    """The length of a step without its waiting."""
     return float(event["seconds"] - event[DATA] - event[WAIT])
 
 
@@ -389,7 +389,7 @@ def problem_of(record: RankRecord) -> str | None:
 
 
 def mean_utilization(records: Mapping[int, RankRecord]) -> float | None:
-    """Of all GPUs, 0 to 1."""
+    """The mean utilisation of all GPUs, 0 to 1."""
     means = [one.mean("utilization", of=one.devices) for one in records.values()]
     known = [mean for mean in means if mean is not None]
     return statistics.fmean(known) / 100 if known else None

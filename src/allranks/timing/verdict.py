@@ -177,7 +177,7 @@ def verdict_of(
     limits: Thresholds,
     rare: float = 0.0,
 ) -> Verdict:
-    """`rare`: seconds of pauses per step, on average, that these records do not show."""
+    """What limited a run. `rare`: seconds of pauses per step that these records do not show."""
     if measured is None:
         return not_measured(run, records)
     is_one_clock = str(run.info().get("layout", "")).startswith("1x")

@@ -32,7 +32,7 @@ class Questions(Generic[Answer]):
         self._has_news = False
 
     def of(self, run: str) -> Answer | None:
-        """None until there is an answer."""
+        """The newest answer about a run; None until there is one."""
         return self._known.get(run)
 
     def look(self, runs: Iterable[tuple[RunDir, RunView]]) -> bool:

@@ -11,6 +11,7 @@ from allranks.timing.limits.facts import Facts, Said, device_means
 
 ONE_RANK = 0.05  # of a step: one rank is to blame if it waits this much more than twice any other
 ALL_CPUS = 0.9  # of the machine's: if more are in use, none are left for more workers
+MEASURES = "allranks bench data measures loading"
 BURST = 0.8  # of the time for data: if a few steps take more, it is spent on starting workers
 
 
@@ -28,7 +29,7 @@ def data(facts: Facts) -> Said:
         why=f"{who} {facts.share('data')} of the time ({because})",
         next=fix,
         cause=cause,
-        evidence=f"data {duration(seconds[worst])}{beside}, {facts.of_step(facts.seconds('data'))}",
+        evidence=f"data {duration(seconds[worst])}{beside}; {facts.of_step(facts.seconds('data'))}",
         rank=worst if is_one else None,
     )
 
@@ -53,9 +54,9 @@ def loader_words(facts: Facts, rank: int, *, is_one: bool) -> tuple[str, str, st
     workers, cpus, per_node = workers_of(facts, rank), facts.cpus, facts.per_node
     fair = max(2, (cpus or 4 * per_node) // per_node - 1)
     if workers is None:
-        return "its number of workers is not known", "data-bound", staging(facts)
+        return "the number of workers is not known", "data-bound", staging(facts)
     is_full = cpus is not None and in_use(facts) > ALL_CPUS * cpus
-    full = "more CPUs per rank, or samples that load faster (allranks bench data)"
+    full = f"more CPUs per rank, or samples that load faster; {MEASURES}"
     if workers == 0:
         few = "too-few-workers" if not is_one else "data-bound"
         more = more_workers(facts, fair, persistent_workers=True)
@@ -63,17 +64,17 @@ def loader_words(facts: Facts, rank: int, *, is_one: bool) -> tuple[str, str, st
     if cpus and workers * per_node > 2 * cpus:
         many = f"{workers * per_node} workers share {cpus} CPUs"
         return many, "too-many-workers", more_workers(facts, fair)
-    were = "is" if workers == 1 else "are"
+    whose = "its" if is_one or facts.is_alone else "each rank's"
+    known = f"{whose} {count(workers, 'worker')} {'is' if workers == 1 else 'are'}"
     loader, node = loader_of(facts, rank) or {}, facts.node_of(rank)
     if loader.get("persistent_workers") is False and facts.found.burst > BURST:
-        again = f"its {count(workers, 'worker')} {were} started again in every epoch"
+        again = f"{known} started again in every epoch"
         return again, "data-bound", "DataLoader(..., persistent_workers=True)"
     if is_one:
         there = f" of {node}" if node else ""
         fix = f"look at the disk and the CPUs{there} (iostat -x 1, top), and at the files it reads"
         return "the others hardly wait: its disk, CPUs or data must differ", "data-bound", fix
     busy = device_means(facts.records[rank]).get("workers_cpu", 0.0) / workers
-    known = f"its {count(workers, 'worker')} {were}"
     if busy < facts.limits.busy:  # more workers can wait for the disk at the same time
         more = more_workers(facts, fair) if workers < fair else staging(facts)
         return f"{known} often idle: the disk or the network may be slow", "data-bound", more
@@ -92,7 +93,7 @@ def more_workers(facts: Facts, workers: int, **settings: Any) -> str:
 def staging(facts: Facts) -> str:
     if facts.is_task:
         return "data.stage=local keeps the data on the node's own disk, or data.num_workers=…"
-    return "stage: in the job file keeps the data on the node's own disk (allranks bench data)"
+    return f"stage: in the job file keeps the data on the node's own disk; {MEASURES}"
 
 
 def in_use(facts: Facts) -> float:

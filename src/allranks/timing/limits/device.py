@@ -48,7 +48,7 @@ def second_of(facts: Facts) -> str:
     """The next largest part, though it is not the limit."""
     shares = facts.found.shares
     part = max(TAKES, key=lambda part: shares[part])
-    return f", {TAKES[part]} {facts.share(part)}" if shares[part] >= WORTH_A_WORD else ""
+    return f"; {TAKES[part]} {facts.share(part)}" if shares[part] >= WORTH_A_WORD else ""
 
 
 def launches(facts: Facts) -> Said:

@@ -112,7 +112,7 @@ class Facts:
 
     @property
     def cpus(self) -> int | None:
-        """Of the machine that started the run."""
+        """The CPUs of the machine that started the run."""
         return (self.info.get("hardware") or {}).get("cpus_allotted")
 
     @property
