@@ -117,7 +117,7 @@ class Profilers:
             self.end(ITS_OWN)
 
     def _forget(self) -> None:
-        """In a forked process: it would keep a record of all its operators until it ends."""
+        """Stop recording in a forked process, which would keep all its operators until it ends."""
         from torch.autograd import _enable_record_function
 
         if self.is_running and threading.get_ident() == self._thread:
