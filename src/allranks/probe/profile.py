@@ -108,11 +108,12 @@ class Profile:
         session = self._started()
         session.end_step(step)
         if session.num_steps >= self.num_steps:
+            session.end()
             self._export()
 
     def _export(self) -> None:
         session = self._started()
-        session.end()
+        session.stop()
         part = self.path.with_name(f".{self.path.name}.json")
         export(session.made, part)
         pressed = self.path.with_name(f".{self.path.name}")
