@@ -244,6 +244,14 @@ def test_of_many_long_files_only_the_ends_are_read(
     assert read < 2 * MOST_BYTES
 
 
+def test_of_very_many_ranks_one_trace_is_read(tmp_path: Path) -> None:
+    many = {"hardware": {"cpus_allotted": 128}}
+    run = planted(tmp_path, *[HEALTHY] * 128, comm=1.0, traces=traces(128), info=many)
+    assert sum(run.events(0, rank).stat().st_size for rank in range(128)) > MOST_BYTES
+    found = verdict_of(run)
+    assert (found.limit, found.sure) == ("compute", True)
+
+
 GPU: Event = {
     **{"utilization": 96.0, "temperature": 60.0, "clock": 1900.0, "clock_max": 1980.0},
     **{"power": 500.0, "power_limit": 700.0, "neighbours": 0, "cpus_allotted": 16},
