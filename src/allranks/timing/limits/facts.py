@@ -185,6 +185,7 @@ class Reason:
     cause: str
     fix: str
     line: str | None = None
+    is_sure: bool = True
 
 
 def hot(facts: Facts, rank: int) -> Reason | None:

@@ -19,6 +19,7 @@ from allranks.timing.timeline import BACKWARD, FORWARD
 
 HEAVY = 1.5  # times the forward pass of a light step
 ALIKE = 0.8  # how closely forward and backward passes grow together
+SLOWER_CPU = 1.5  # times as long: less may be the CPU rather than the work
 HEAVIER, ALIKE_FACTORS = 1.15, 1.3  # times the others' passes, and how far two such factors differ
 OWN_PART = 0.3  # of how long the others wait for a rank: a part that explains this much is named
 LOG_BYTES = 1 << 18  # of the beginning of a log, where NCCL names its network
@@ -100,6 +101,7 @@ def straggler(facts: Facts) -> Said:
         evidence=evidence,
         rank=rank,
         line=reason.line,
+        is_sure=reason.is_sure,
     )
 
 
@@ -192,7 +194,9 @@ def own_code(facts: Facts, rank: int) -> Reason:
             return Reason(words=words, cause="slow-rank", fix=fix, line=line)
     if factor is not None:
         fix = f"compare the lengths of its samples with the others'; otherwise {fix}"
-    return Reason(words=where, cause="slow-rank", fix=fix)
+    # One CPU may be slower than another for a while: they share caches and memory, and machines.
+    is_chance = factor is not None and factor < SLOWER_CPU and not facts.found.is_gpu
+    return Reason(words=where, cause="slow-rank", fix=fix, is_sure=not is_chance)
 
 
 def heavier(facts: Facts, rank: int) -> float | None:
