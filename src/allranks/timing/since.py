@@ -43,7 +43,7 @@ class Earlier:
 
 
 def comparable_before(run: RunDir) -> Iterator[RunDir]:
-    """Earlier runs of the same job, layout and device, the newest first.
+    """Earlier runs of the same job, layout and device that have ended, the newest first.
 
     Cheap in a folder of many runs: their names say the job and the time.
     """
@@ -59,7 +59,8 @@ def comparable_before(run: RunDir) -> Iterator[RunDir]:
     alike = _setting(run, info)
     for _, name in itertools.islice(reversed(before), MOST_LOOKED_AT):
         other = RunDir(run.path.with_name(name))
-        if not bench_of(other.info()) and _setting(other, other.info()) == alike:
+        is_alike = not bench_of(other.info()) and _setting(other, other.info()) == alike
+        if is_alike and other.state() not in ("queued", "running"):
             yield other
 
 
