@@ -228,7 +228,9 @@ class Recorder:
     def write(self, event: str, **fields: Any) -> None:
         """Write an event of another part of the probe, once the script has made a step."""
         if self.step > 0:
-            self._open().write(event, **fields)
+            log = self._open()
+            # A task writes its end itself, after which nothing may follow.
+            (log.write_past if self.timeline.is_taken else log.write)(event, **fields)
 
     def write_past(self, event: str, **fields: Any) -> None:
         """Write an event immediately, even before earlier steps that are not complete yet."""
