@@ -156,7 +156,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         metrics=metrics,
     )
     warn_of_small_norms(me, training)
-    log.write("start", **describe(me, training, precision, compiled))
+    log.write_past("start", **describe(me, training, precision, compiled))
     warm_up(training)
     return training
 
