@@ -196,6 +196,8 @@ def test_utilisation_is_of_the_peak_of_each_precision() -> None:
     assert utilisation(ranks, STEP, {}) == pytest.approx((0.75 + 0.25) / 2)
     script = {"hardware": {"gpus": [{"name": H100, "memory_bytes": 85_520_809_984}]}}
     assert utilisation([rank(None, "cuda", half)], STEP, script) == pytest.approx(0.75)
+    not_read = RankRecord(1, [{"t": 1.0, "event": "start", "device": H100}])
+    assert utilisation([ranks[0], not_read], STEP, {}) == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,13 @@ def gpu_events(*, waits: bool) -> list[dict[str, Any]]:
 
 def test_a_gpu_and_what_its_host_does_while_it_is_idle() -> None:
     # Idle from 100 to 400 (the host in its own code until 290) and from 750 to 900.
-    samples = [(150.0, False, "train.py:52"), (1150.0, False, "train.py:52")]
+    own = [(150.0, False, "train.py:52"), (1150.0, False, "train.py:52")]
+    copies = [(302.0, False, "train.py:60"), (1302.0, False, "train.py:60")]
+    samples = sorted([*own, *copies])
     found = reduced(gpu_events(waits=False), samples=samples)
     assert (found["device"], found["kernels"], found["copied"]) == ("cuda", 2, 4000)
-    assert found["pageable"] == 4000
+    assert (found["pageable"], found["copied_back"]) == (4000, 0)
+    assert found["copying"] == [["train.py:60", pytest.approx(100e-6)]]
     assert micros(found, "busy", "compute", "copies", "exchanges") == [550, 400, 100, 50]
     launching = 80 + 30 + 150  # calls, a short gap after them, and one operator
     assert micros(found, "host", "launches") == [450 - launching, launching]

@@ -127,6 +127,9 @@ def test_without_a_trace_nothing_local_is_sure(tmp_path: Path) -> None:
     assert (found.limit, found.sure) == ("data", True)
 
 
+AT_9 = {"copying": [["train.py:9", 0.06]]}
+
+
 @RANKS
 @pytest.mark.parametrize(
     ("limit", "trace"),
@@ -134,6 +137,7 @@ def test_without_a_trace_nothing_local_is_sure(tmp_path: Path) -> None:
         ("launches", gpu_trace(20.0, launches=140.0)),  # tracing makes launches longer
         ("host", gpu_trace(20.0, launches=5.0, host=73.0, lines=[["train.py:9", 0.07]])),
         ("copies", gpu_trace(30.0, copies=68.0, copied=4e8, pageable=4e8)),
+        ("copies", gpu_trace(30.0, copies=68.0, copied=4e8, copied_back=4e8, **AT_9)),
         ("compute", gpu_trace(97.0, launches=1.0)),
     ],
 )
@@ -141,8 +145,9 @@ def test_the_device_s_own_truth(tmp_path: Path, ranks: int, limit: str, trace: E
     shown = dict.fromkeys(range(ranks), trace)
     found = verdict_of(planted(tmp_path, *[HEALTHY] * ranks, comm=1.0, traces=shown))
     assert (found.limit, found.sure) == (limit, True)
-    assert found.line == ("train.py:9" if limit == "host" else None)
-    assert limit != "copies" or "pin_memory=True" in (found.next or "")
+    assert found.line == ("train.py:9" if "train.py:9" in str(trace) else None)
+    if limit == "copies":
+        assert ("copy back" if found.line else "pin_memory=True") in (found.next or "")
 
 
 def test_traced_steps_that_differ_from_the_others_make_nothing_sure(tmp_path: Path) -> None:

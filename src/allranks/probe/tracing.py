@@ -35,9 +35,9 @@ from allranks.timing.traced_steps import reduce_trace
 VARIABLE = "ALLRANKS_TRACE"  # off: no traces
 DECIDE_AFTER = 8  # steps: rank 0, for all ranks, how many are traced
 START_AFTER = 11  # steps, in which memory is allocated, kernels are chosen and models compiled
-# How many steps are traced if each takes less than so many seconds; the last number if they take
-# longer. Reading more operators would take over a second.
-NUM_STEPS, LEAST_NUM_STEPS = {0.008: 12, 0.02: 5}, 3
+# So many seconds of steps are traced: reading the operators of more would take over a second where
+# one follows the other.
+TRACED_SECONDS, MOST_STEPS = 0.08, 12
 LEAST_STEPS = 2  # if a trace is interrupted after fewer, it is made again
 MAX_ATTEMPTS = 3
 # What takes this many times as long as a usual step, and a bit more, is an evaluation or a
@@ -329,7 +329,7 @@ class Tracer:
 
 def num_steps(seconds: float) -> int:
     """How many steps to trace if each takes so many seconds."""
-    return next((n for most, n in NUM_STEPS.items() if seconds < most), LEAST_NUM_STEPS)
+    return max(LEAST_STEPS, min(MOST_STEPS, round(TRACED_SECONDS / max(seconds, 1e-6))))
 
 
 def in_tf32() -> list[str]:

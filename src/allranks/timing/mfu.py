@@ -25,7 +25,7 @@ NEGLIGIBLE = 0.01  # of all operations: below this, a precision without a known 
 def utilisation(
     records: Iterable[RankRecord], measured: Timing | None, info: Mapping[str, Any]
 ) -> float | None:
-    """Model FLOPs utilisation, 0 to 1: the mean over all ranks; None if it is not known.
+    """Model FLOPs utilisation, 0 to 1: the mean over the traced ranks; None if it is not known.
 
     `measured`: the steps that were not traced; `info`: the run's run.json.
     """
@@ -33,13 +33,13 @@ def utilisation(
         return None
     shares: list[float] = []
     for record in records:
-        counted = [event for event in record.others["trace"] if event.get("flops")]
-        if not counted:
-            return None
-        uses_gpu = counted[-1].get("device") == "cuda"
+        traces = [event for event in record.others["trace"] if "problem" not in event]
+        if not traces:  # of a long run, not every rank's trace is read
+            continue
+        uses_gpu = traces[-1].get("device") == "cuda"
         name = device_name(record.start, info, uses_gpu=uses_gpu)
-        seconds = least_seconds(counted[-1]["flops"], name, gpu_memory(info).get(name))
-        if not uses_gpu or seconds is None:
+        seconds = least_seconds(traces[-1].get("flops", {}), name, gpu_memory(info).get(name))
+        if not uses_gpu or not seconds:
             return None
         shares.append(seconds / measured.step_seconds)
     return math.fsum(shares) / len(shares) if shares else None

@@ -44,7 +44,9 @@ class Traced:
     parts: Mapping[str, float]  # of LOCAL
     exchanges: float = 0.0  # beyond the waiting that the steps show
     lines: tuple[tuple[str, float], ...] = ()  # of the user's code, with the host's time in them
+    copying: tuple[tuple[str, float], ...] = ()  # lines that waited for copies, likewise
     copied: float = 0.0  # bytes
+    copied_back: float = 0.0  # of these, from the device to the host
     pageable: float = 0.0
     kernels: float = 0.0
     slowed: float = 1.0  # times as long as other steps
@@ -345,21 +347,28 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
     least, most = LIKE_OTHERS
     slowed = slowed_by(own, steps, pauses)
     cost = math.fsum(one.get("cost", 0.0) for one in within) / len(numbers)
-    lines: dict[str, float] = {}
-    for one in within:
-        for line, took in one.get("lines", ()):
-            lines[line] = lines.get(line, 0.0) + took / len(within)
     return Traced(
         device=str(within[-1].get("device", "")),
         parts=parts,
-        lines=tuple(sorted(lines.items(), key=lambda each: -each[1])),
+        lines=mean_lines(within, "lines"),
+        copying=mean_lines(within, "copying"),
         exchanges=max(0.0, mean("exchanges") - statistics.fmean(e[WAIT] for e in own or [NO_WAIT])),
         copied=mean("copied"),
+        copied_back=mean("copied_back"),
         pageable=mean("pageable"),
         kernels=mean("kernels"),
         slowed=slowed,
         is_alike=least <= slowed <= most + cost / usual,
     )
+
+
+def mean_lines(traces: Sequence[Event], field: str) -> tuple[tuple[str, float], ...]:
+    """Lines of the user's code and the seconds that they take on average, longest first."""
+    lines: dict[str, float] = {}
+    for one in traces:
+        for line, took in one.get(field, ()):
+            lines[line] = lines.get(line, 0.0) + took / len(traces)
+    return tuple(sorted(lines.items(), key=lambda each: -each[1]))
 
 
 def traced_steps(trace: Mapping[str, Any]) -> range:

@@ -224,14 +224,14 @@ def timing_of(
         evaluation_seconds=math.fsum(row[0].get("evaluation", 0.0) for row in rows),
         samples=sum(int(event.get("samples", 0)) for row in rows for event in row),
         step_seconds=mean,
-        step_deviation=statistics.pstdev(seconds),
+        step_deviation=math.sqrt(statistics.fmean([(took - mean) ** 2 for took in seconds])),
         parts=scaled(split.parts, mean) if split else None,
         slowest_rank=sorted(steps)[slowest] if slowest is not None else None,
         slowest_share=split.slowest_share if split else 0.0,
         slowest_part=split.slowest_part if split else None,
         late_seconds=split.late_seconds if split else 0.0,
         data_seconds={
-            rank: statistics.fmean(row[at][DATA] for row in rows)
+            rank: statistics.fmean([row[at][DATA] for row in rows])
             for at, rank in enumerate(sorted(steps))
             if split
         },
@@ -283,32 +283,28 @@ def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> 
     longer around an exchange, waiting for it counts as communication.
     """
     ranks = range(len(rows[0]))
-    waits = [[math.fsum(inner_waits(event)) for event in row] for row in rows]
-    took = statistics.fmean(exchange_seconds(row) for row in rows)
     phases = [
-        {phase: statistics.fmean(row[r][phase] for row in rows) for phase in PHASES} for r in ranks
+        {phase: statistics.fmean([row[r][phase] for row in rows]) for phase in PHASES}
+        for r in ranks
     ]
-    inner = [statistics.fmean(of_ranks[r] for of_ranks in waits) for r in ranks]
-    is_met = len(ranks) > 1 and any(event[WAIT] for row in rows for event in row)
+    if len(ranks) == 1 or not any(of_rank[WAIT] for of_rank in phases):
+        return Split(parts_of(phases[0]), None, 0.0, None)
+    waits = [[math.fsum(inner_waits(event)) for event in row] for row in rows]
+    took = statistics.fmean([exchange_seconds(row) for row in rows])
+    inner = [statistics.fmean([of_ranks[r] for of_ranks in waits]) for r in ranks]
     slowest, *others = sorted(ranks, key=lambda r: inner[r])
-    middle = others[len(others) // 2] if is_met else 0
+    middle = others[len(others) // 2]
     mine, theirs = phases[middle], phases[slowest]
     straggler = max(0.0, inner[middle] - took)
-    late_data = statistics.fmean(map(late_for_data, rows, waits, itertools.repeat(middle)))
+    late_data = statistics.fmean(
+        [late_for_data(row, own, middle) for row, own in zip(rows, waits, strict=True)]
+    )
     late_data = min(straggler, late_data)
     # A rank's own part of its waits: what it does before and after the exchanges themselves.
     excess = {phase: theirs[phase] - mine[phase] for phase in PHASES if phase != WAIT}
     excess["comm"] = (theirs[WAIT] - inner[slowest]) - (mine[WAIT] - inner[middle])
     late_comm = min(straggler - late_data, max(0.0, excess["comm"]))
-    parts = {
-        "compute": mine[FORWARD] + mine[BACKWARD] + mine[OPTIMIZER],
-        "comm": mine[WAIT] - straggler + late_comm,
-        "straggler": straggler - late_data - late_comm,
-        "data": mine[DATA] + late_data,
-        "other": mine[OTHER],
-    }
-    if not is_met:
-        return Split(parts, None, 0.0, None, middle=middle)
+    parts = parts_of(mine, straggler - late_data - late_comm, late_data)
     least = LEAST_LATE * math.fsum(mine.values())
     late = [one[middle] - one[slowest] for one in waits]
     held = held_longest(rows, max(least, statistics.fmean(late))) if one_clock else None
@@ -327,6 +323,19 @@ def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> 
         statistics.fmean(late),
         middle,
     )
+
+
+def parts_of(
+    phases: Mapping[str, float], straggler: float = 0.0, late_data: float = 0.0
+) -> dict[str, float]:
+    """A rank's phases as parts of a step. Some of its waiting is for slower ranks or their data."""
+    return {
+        "compute": phases[FORWARD] + phases[BACKWARD] + phases[OPTIMIZER],
+        "comm": phases[WAIT] - straggler - late_data,
+        "straggler": straggler,
+        "data": phases[DATA] + late_data,
+        "other": phases[OTHER],
+    }
 
 
 def late_for_data(row: Sequence[Event], waits: Sequence[float], middle: int) -> float:

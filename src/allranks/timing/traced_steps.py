@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,12 +67,20 @@ def reduce_trace(
     reduce = on_device if trace.device else on_cpu
     totals, lines = reduce(trace, union(away), samples)
     steps = trace.num_steps
-    longest = sorted(lines.items(), key=lambda item: -item[1])[:MAX_LINES]
-    return {
+    fields = {
         "device": "cuda" if trace.device else "cpu",
         **{name: round(total / steps, 7) for name, total in totals.items()},
-        "lines": [[line, round(seconds / steps, 7)] for line, seconds in longest],
+        "lines": longest(lines, steps),
     }
+    if copying := longest(copying_lines(trace, samples), steps):
+        fields["copying"] = copying
+    return fields
+
+
+def longest(lines: Mapping[str, float], steps: int) -> list[list[Any]]:
+    """The lines that took longest, with their seconds in a step."""
+    found = sorted(lines.items(), key=lambda item: -item[1])[:MAX_LINES]
+    return [[line, round(seconds / steps, 7)] for line, seconds in found]
 
 
 def on_cpu(
@@ -148,6 +156,7 @@ def on_device(
         "launches": host.in_torch,
         "host": host.own,
         "copied": sum(num_bytes(span) for span in copies),
+        "copied_back": sum(num_bytes(span) for span in copies if "DtoH" in span.name),
         "pageable": sum(num_bytes(span) for span in copies if "Pageable" in span.name),
         "kernels": sum(span.kind == "kernel" for span in kernels),
     }
@@ -176,6 +185,22 @@ def idle_host(trace: Trace, idle: Sequence[Interval], samples: Sequence[Sample])
     if not lines:
         found.add(length(follows), in_torch=False)
     return found
+
+
+def copying_lines(trace: Trace, samples: Sequence[Sample]) -> dict[str, float]:
+    """The lines that waited while the device copied, as they do if memory is not pinned."""
+    lines: dict[str, float] = {}
+    moments = [sample.moment for sample in samples]
+    ends = {span.begin: span.end for span in trace.runtime}
+    for number, span in enumerate(trace.device):
+        asked = trace.launched[number]
+        if not is_copy(span) or not trace.covers(asked):
+            continue
+        low, high = (bisect.bisect_left(moments, when) for when in (asked, ends.get(asked, asked)))
+        seen = [sample.line for sample in samples[low:high] if sample.line is not None]
+        for line in seen:
+            lines[line] = lines.get(line, 0.0) + span.seconds / len(seen)
+    return lines
 
 
 def is_copy(span: Span) -> bool:

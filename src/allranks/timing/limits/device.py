@@ -107,9 +107,7 @@ def host(facts: Facts) -> Said:
     less = "out of the training loop, or do it less often or in another process"
     fix = f"move such work {less}"
     if line is not None and traced is not None:
-        part = traced.lines[0][1] / max(traced.parts["host"], 1e-9)
-        mostly = "most of it" if part > 0.5 else f"{percent(min(1.0, part), 0)} of it"
-        why += f", {mostly} at {line}"
+        why += f", {mostly_at(traced.lines[0], traced.parts['host'])}"
         evidence += f"; {', '.join(f'{at} {duration(took)}' for at, took in traced.lines[:3])}"
         fix = f"look at {line}: move it {less}"
         if facts.found.is_gpu:
@@ -119,25 +117,39 @@ def host(facts: Facts) -> Said:
     return Said(why=why, next=fix, cause="host-bound", evidence=f"host {evidence}", line=line)
 
 
+def mostly_at(line: tuple[str, float], seconds: float) -> str:
+    """Where most of some seconds are spent, or how much of them at the line that takes longest."""
+    part = min(1.0, line[1] / max(seconds, 1e-9))
+    return f"{'most' if part > 0.5 else percent(part, 0)} of it at {line[0]}"
+
+
 def copies(facts: Facts) -> Said:
     traced = facts.found.typical
-    pageable = traced.pageable if traced else 0.0
-    copied = traced.copied if traced else 0.0
-    is_pageable = pageable > copied / 2
-    moved = f"; {size(copied)} a step, {size(pageable)} of it in memory that is not pinned"
-    loader = loader_of(facts, min(facts.records))
-    if is_pageable and not (loader or {}).get("pin_memory"):
+    assert traced is not None  # nothing else shows copies
+    is_pageable = traced.pageable > traced.copied / 2
+    is_back = traced.copied_back > traced.copied / 2
+    line = traced.copying[0][0] if traced.copying else None
+    where = f", {mostly_at(traced.copying[0], traced.parts['copies'])}" if line else ""
+    moved = f"{size(traced.copied)} a step, {size(traced.pageable)} of it in memory not pinned"
+    loader = loader_of(facts, min(facts.records)) or {}
+    if is_back and is_pageable:
+        fix = "copy back less often, or into pinned memory: pinned.copy_(tensor, non_blocking=True)"
+    elif is_back:
+        fix = "copy back less often; compute on the GPU what is made from it"
+    elif is_pageable and not loader.get("pin_memory"):
         fix = "DataLoader(..., pin_memory=True) and batch.to(device, non_blocking=True)"
     elif is_pageable:
         fix = "tensor.pin_memory() before .to(device, non_blocking=True)"
     else:
         fix = "batch.to(device, non_blocking=True) a step ahead; keep constant data on the GPU"
     return Said(
-        why=f"copying from and to the GPU takes {facts.share('copies')} of the time"
+        why=f"copying {'from' if is_back else 'to'} the GPU takes {facts.share('copies')} of the "
+        f"time{where}"
         + (", as the memory is not pinned" if is_pageable else ", while it computes nothing"),
-        next=fix,
+        next=f"at {line}: {fix}" if line else fix,
         cause="copy-bound",
-        evidence=f"copies {facts.of_step(facts.seconds('copies'))}{moved if copied else ''}",
+        evidence=f"copies {facts.of_step(facts.seconds('copies'))}; {moved}",
+        line=line,
     )
 
 
