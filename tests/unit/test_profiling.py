@@ -17,7 +17,7 @@ from rich.console import Console
 from allranks.bench.profile import LOUDNESS, VARIABLE, show_profile
 from allranks.probe import profile
 from allranks.probe.profile import FIRST_STEP, Profile, profile_if_asked
-from allranks.probe.profilers import UNLOADED, Profilers, export
+from allranks.probe.profilers import UNLOADS, Profilers, export
 from allranks.probe.tracing import Session
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
@@ -65,22 +65,66 @@ def new_profile(recorder: Any, steps: int) -> Profile:
     return Profile(recorder, Profilers(recorder), steps)
 
 
+def is_unloaded(recorder: Any, profilers: Profilers, *, is_last: bool) -> bool:
+    """Whether torch would unload what traces a GPU: it asks the environment as a trace ends."""
+    session = Session(recorder, profilers, is_last=is_last)
+    session.start(1, lambda why: None, at_once=True)
+    running, asked = profilers._running, []
+
+    class Watched:
+        use_device = None
+
+        def __exit__(self, *args: Any) -> None:
+            asked.append(os.environ.get(UNLOADS))
+            running.__exit__(*args)
+
+    profilers._running = Watched()
+    recorder.device = "cuda"  # only from here on: there is none
+    session.end()
+    recorder.device = None
+    session.close()
+    assert UNLOADS not in os.environ  # the script's own profilers must not unload it
+    return asked == ["1"]
+
+
 def test_a_gpus_library_is_unloaded_after_the_last_trace_only(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(UNLOADED, "")
-    monkeypatch.delenv(UNLOADED)
+    monkeypatch.setenv(UNLOADS, "")
+    monkeypatch.delenv(UNLOADS)
+    monkeypatch.setattr(Profilers, "settle", lambda self: None)  # it calls the GPU's library
     any_recorder: Any = recorder
-    profilers, is_unloaded = Profilers(any_recorder), []
-    for is_last in (False, True):
-        session = Session(any_recorder, profilers, is_last=is_last)
-        session.start(1, lambda why: None, at_once=True)
-        recorder.device = "cuda"  # only from here on: there is none
-        session.end()
-        session.close()
-        is_unloaded.append(os.environ.get(UNLOADED) == "1")
-        recorder.device = None
-    assert is_unloaded == [False, True]
+    profilers = Profilers(any_recorder)
+    assert not is_unloaded(recorder, profilers, is_last=False)
+    assert is_unloaded(recorder, profilers, is_last=True)
+    profilers.graph_begins()  # it would crash
+    assert not is_unloaded(recorder, profilers, is_last=True)
+
+
+def test_a_trace_ends_when_a_graph_is_captured_and_another_may_follow(recorder: Recorder) -> None:
+    any_recorder: Any = recorder
+    profilers = Profilers(any_recorder)
+    session = Session(any_recorder, profilers)
+    session.start(1, lambda why: None, at_once=True)
+    profilers.graph_begins()
+    assert session.made is not None and not profilers.is_running
+    session.close()
+    assert profilers.why_not() is None
+
+
+def test_torchs_own_messages_are_as_without_our_profilers() -> None:
+    """In a new process: torch sets their level when its profiler first starts."""
+    begin = "from allranks.probe.profilers import *; from types import SimpleNamespace as Any\n"
+    ours = (
+        "p = Profilers(Any(at_fork=[], device=None, guarded=nullcontext())); p.start(); p.stop()\n"
+    )
+    own = "with torch.autograd.profiler.profile(use_kineto=True): pass\nprint(log_level().value)"
+    levels = []
+    for code in (begin, begin + ours):
+        command = [sys.executable, "-c", f"import torch\n{code}{own}"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        levels.append(done.stdout.split())
+    assert levels[0] == levels[1]
 
 
 def test_a_fork_within_a_trace_records_nothing(recorder: Recorder, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_without_a_trace_nothing_local_is_sure(tmp_path: Path) -> None:
     assert (found.limit, found.sure) == ("data", True)
 
 
-AT_9 = {"copying": [["train.py:9", 0.06]]}
+AT_9: Any = {"copying": [["train.py:9", 0.06]]}
 
 
 @RANKS

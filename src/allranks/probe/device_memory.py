@@ -36,14 +36,17 @@ class DeviceMemory:
         tracebacks.more_about.append(self.what_filled)
 
     def _at_loading(self) -> None:
-        """Before the first batch, if the model is on a GPU by then."""
+        """Before the first batch, or after the first step, if the model is on a GPU by then."""
         import torch
 
         if torch.cuda.is_initialized():
-            self.recorder.at_loading.remove(self._at_loading)
+            with suppress(ValueError):
+                self.recorder.at_loading.remove(self._at_loading)
             self._try(self._start)
 
     def _at_step(self, step: int) -> None:
+        if step < RECORDED_STEPS and self._timer is None:  # without a loader
+            self._at_loading()
         if step >= RECORDED_STEPS:
             self.recorder.at_step.remove(self._at_step)
             with suppress(ValueError):

@@ -106,8 +106,12 @@ class Profile:
 
     def _trace(self, step: int) -> None:
         session = self._started()
+        if session.made is not None and session.num_steps == 0:  # a graph was captured: again
+            session.close()
+            self._start(step)
+            return
         session.end_step(step)
-        if session.num_steps >= self.num_steps:
+        if session.made is not None or session.num_steps >= self.num_steps:
             session.end()
             self._export()
 

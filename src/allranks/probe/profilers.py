@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,10 @@ SILENT = 6  # above the highest level of messages in Kineto's log
 LOG_LEVEL = "_ZN9libkineto6Logger14severityLevel_E"
 ELSEWHERE = "torch was imported by a thread other than the one that trains"
 ITS_OWN = "the script uses a profiler of its own"
-GRAPHS = "the script uses CUDA graphs, which may crash when a profiler starts or stops"
 ANOTHER = "another program may profile the script ({} is set)"
 # Set for torch's own daemon, and by Nsight and the like, which trace the GPU themselves.
 OTHERS = ("KINETO_USE_DAEMON", "CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
-UNLOADED = "TEARDOWN_CUPTI"  # 1: the library that traces a GPU is unloaded after a trace
+UNLOADS = "TEARDOWN_CUPTI"  # 1: the library that traces a GPU is unloaded after a trace
 
 
 class Profilers:
@@ -36,6 +35,9 @@ class Profilers:
         self.recorder = recorder
         self.problem: str | None = None  # why there can be no profiler any more
         self.interrupted: Callable[[str], None] | None = None  # called if the running one must end
+        self.paused: Callable[[], None] | None = None  # likewise, but another may follow
+        self._has_graphs = False  # which may crash once what traces a GPU is unloaded
+        self._is_unloading = False
         self._running: Any = None
         self._thread = 0  # in which it runs
         self._importer = threading.get_ident()  # of torch
@@ -56,9 +58,6 @@ class Profilers:
         other = next((name for name in OTHERS if os.environ.get(name)), None)
         if self.problem is None and other is not None:
             self.problem = ANOTHER.format(other)
-        has_device = self.recorder.device is not None
-        if self.problem is None and has_device and os.environ.get(UNLOADED) == "0":
-            self.problem = GRAPHS  # torch sets it for graphs that it compiles
         return self.problem
 
     def start(self) -> None:
@@ -80,7 +79,7 @@ class Profilers:
         self._thread = threading.get_ident()
         with silence():
             made._prepare_trace()
-        with silence():  # the first time, the level was read from the environment just now
+        with silence():  # the first time, torch has just set the level
             made._start_trace()
         self._running = made
         self._follow_functions()
@@ -89,20 +88,30 @@ class Profilers:
         """Stop, and return what can be exported; None if nothing is running.
 
         `waits`: for the device, which may still be at work on what was launched. `unloads`: what
-        traces a device, since every launch takes longer with it. A thread of torch's does that
-        during the next launches, so no other profiler and no graph may follow at once.
+        traces a device, since every launch takes longer with it; `settle` completes that.
         """
         made, self._running = self._running, None
         if made is None:
             return None
-        if unloads and self.recorder.device is not None:
-            os.environ.setdefault(UNLOADED, "1")
         if not waits:
             made.use_device = None
-        with silence():
+        unloads &= self.recorder.device is not None and not self._has_graphs
+        self._is_unloading = unloads
+        with silence(), unloading() if unloads else nullcontext():
             self._end_functions()
             made.__exit__(None, None, None)
         return made
+
+    def settle(self) -> None:
+        """Unload now what traces a device, if it was stopped so: not under the script's profiler.
+
+        A thread of torch's prepares that, and the next call of the device's library does it.
+        """
+        if self._is_unloading:
+            import torch
+
+            self._is_unloading = False
+            torch.cuda.current_stream(self.recorder.device).query()
 
     def end(self, why: str) -> None:
         """No profiler any more; one that is running is stopped."""
@@ -115,6 +124,12 @@ class Profilers:
     def made_by_script(self) -> None:
         if not self._is_making:
             self.end(ITS_OWN)
+
+    def graph_begins(self) -> None:
+        """Nothing is traced while a graph is captured."""
+        self._has_graphs = True
+        if self.is_running and threading.get_ident() == self._thread and self.paused is not None:
+            self.paused()
 
     def _forget(self) -> None:
         """Stop recording in a forked process, which would keep all its operators until it ends."""
@@ -182,7 +197,7 @@ def hook_profilers(profilers: Profilers) -> None:
 
     for kind in (profiler.profile, profiler.emit_nvtx, profiler.emit_itt, public._KinetoProfile):
         told(kind, "__init__", lambda _: profilers.made_by_script())
-    told(CUDAGraph, "capture_begin", lambda _: profilers.end(GRAPHS))
+    told(CUDAGraph, "capture_begin", lambda _: profilers.graph_begins())
 
 
 def told_before(
@@ -210,8 +225,24 @@ def silence() -> Iterator[None]:
     try:
         yield
     finally:
-        if level is not None:
+        if level is not None and level.value == SILENT:  # or else torch has just set it
             level.value = before
+
+
+@contextmanager
+def unloading() -> Iterator[None]:
+    """Let torch unload what traces a device, unless the environment says whether it does.
+
+    Only for a trace of ours: two of the script's own would follow too soon after each other.
+    """
+    is_ours = UNLOADS not in os.environ
+    if is_ours:
+        os.environ[UNLOADS] = "1"
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ[UNLOADS]
 
 
 @functools.cache

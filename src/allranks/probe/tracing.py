@@ -92,6 +92,7 @@ class Session:
         timeline.kept = []
         timeline.traced.update((step, step + 1) if timeline.is_taken else (step + 1,))
         self.profilers.interrupted = interrupted
+        self.profilers.paused = lambda: self.end(waits=False)
         self.profilers.start()
         self._sampler.start()
         self._start_seconds = perf_counter() - self._began
@@ -146,7 +147,8 @@ class Session:
     def close(self) -> None:
         """Forget everything."""
         self.stop()
-        self.profilers.interrupted = None
+        self.profilers.settle()
+        self.profilers.interrupted = self.profilers.paused = None
         self.recorder.timeline.kept = None
 
 

@@ -182,6 +182,8 @@ def flops_of(trace: Trace, tf32: Collection[str] = ()) -> Flops | None:
     spans += [one for one in trace.annotations if one.name.startswith(OPTIMIZER)]
     if any(span.name.startswith(TEMPLATES) for span in spans):
         return None
+    if any("GraphLaunch" in one.name and trace.covers(one.begin) for one in trace.runtime):
+        return None  # what a CUDA graph repeats was called when it was captured
     try:
         nodes = _nodes(spans, tf32)
     except (KeyError, IndexError, TypeError, ValueError):  # shapes or values were not recorded
