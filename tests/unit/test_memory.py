@@ -150,6 +150,11 @@ def own_code(text: str, tmp_path: Path) -> Callable[[list[Any]], None]:
             2,
             "def step(kept):\n    a = bytearray(1 << 16)\n    b = torch.ones(99)\n    kept += a,\n",
         ),
+        (  # what is large is in its graph
+            4,
+            "def step(kept):\n    w = torch.ones(999, requires_grad=True)\n    y = w.exp()\n"
+            "    kept.append(y.sum())\n    big = torch.ones(500)\n",
+        ),
         (
             2,
             "def make(n):\n    return torch.zeros(n)\n\n"
@@ -160,12 +165,11 @@ def own_code(text: str, tmp_path: Path) -> Callable[[list[Any]], None]:
 def test_the_line_that_makes_what_is_kept(tmp_path: Path, line: int, text: str) -> None:
     step, kept = own_code(text, tmp_path), list[Any]()
     recorder: Any = Recorder
-    watch = LineWatch("host", 1.0, recorder)
-    watch.start(None)
+    watch = LineWatch("host", 1e6 if "requires_grad" in text else 0.0, recorder)
     try:
         while True:
             step(kept)
-            if watch.next_step():
+            if watch.next_step(None):
                 break
     finally:
         watch.stop()

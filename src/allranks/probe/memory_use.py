@@ -7,7 +7,7 @@ import os
 import sys
 import tracemalloc
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +24,12 @@ from allranks.timing.timeline import DATA
 LEAST_SECONDS, SHARE = 0.02, 1 / 50  # between two samples, and of the time since the first
 CHECK_SECONDS, CHECK_FACTOR = 1.0, 1.5  # when to look for growth first, and how much later again
 MOST_LOOKS = 3  # what grows at first may be a cache
+COUNTED_STEPS = 3  # after which there are more tensors of the kinds that are kept
 WATCHED_STEPS, LATER_STEPS = 4, 2  # what the former make and still exists after the latter is kept
 LEAST_SHARE = 0.3  # of the growth: a line that keeps less does not explain it
 # Following stops after this many executed lines, or this many seconds: some scripts run very many,
 # and where garbage collection is off, the youngest objects are all objects.
-MOST_LINES, MOST_SECONDS = 20_000, 0.3
+MOST_LINES, MOST_SECONDS = 20_000, 0.6
 MOST_CALLS = 20  # of the stack in which an object is made, from the innermost outwards
 STATM = Path("/proc/self/statm")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -85,12 +86,12 @@ class MemoryUse:
                 continue
             self._looks[where] += 1
             self._watch = LineWatch(where, growth[0], self.recorder)
-            timeline.traced.update(range(step + 1, step + 1 + WATCHED_STEPS + LATER_STEPS))
-            self._watch.start(sys._getframe())
+            steps = COUNTED_STEPS + WATCHED_STEPS + LATER_STEPS
+            timeline.traced.update(range(step + 1, step + 1 + steps))
             return
 
     def _follow(self, watch: LineWatch, step: int) -> None:
-        if not watch.next_step():
+        if not watch.next_step(sys._getframe()):
             return
         watch.stop()
         self._watch = None
@@ -123,6 +124,7 @@ class MemoryUse:
 
 
 Place = tuple[str, int, bool]  # file, line, and whether data is being loaded
+Kind = tuple[tuple[int, ...], Any]  # of a tensor: shape, type of its elements
 
 
 @dataclass(slots=True)
@@ -151,16 +153,21 @@ class _Tensor:
 class LineWatch:
     """Which lines of the user's code make or keep what still exists some steps later.
 
-    Tensors are found among Python's youngest objects, after each line. tracemalloc knows everything
-    else that Python allocates, and numpy's arrays.
+    Tensors are found among Python's youngest objects, after each line: those of the kinds of which
+    there are more after some steps, or all where no kind is kept. tracemalloc knows everything else
+    that Python allocates, and numpy's arrays.
     """
 
     def __init__(self, where: Where, bytes_per_step: float, recorder: Recorder) -> None:
         self.where, self.bytes_per_step = where, bytes_per_step
         self._timeline = recorder.timeline
-        self._step = 0
+        self._before = count_tensors(where)
+        self._kinds: set[Kind] = set()  # that are kept
+        self._step = -COUNTED_STEPS  # of those whose lines are followed
         self._at: Place | None = None
-        self._tensors: dict[int, _Tensor] = {}
+        self._types: dict[type, bool] = {}  # whether they are tensors
+        self._known: dict[int, weakref.ref[Any]] = {}  # tensors, by their identity
+        self._tensors: dict[int, _Tensor] = {}  # those of the kinds that are kept
         self._arrays: dict[Place, float] = {}
         self._places: set[Place] = set()
         self._num_lines, self._seconds = 0, 0.0
@@ -170,6 +177,9 @@ class LineWatch:
         self._has_tracemalloc = False
 
     def start(self, frame: FrameType | None) -> None:
+        """Follow the lines of the user's code from here on."""
+        more = count_tensors(self.where) - self._before
+        self._kinds = {kind for kind, number in more.items() if number >= COUNTED_STEPS - 1}
         self._harvest()  # what exists already
         self._tensors.clear()
         self._is_on = True
@@ -184,17 +194,24 @@ class LineWatch:
             frame = frame.f_back
         sys.settrace(self._at_call)
 
-    def next_step(self) -> bool:
-        """Count a step that has ended; returns whether it was the last one."""
+    def next_step(self, frame: FrameType | None) -> bool:
+        """Count a step that has ended, in this frame; returns whether it was the last one."""
         self._step += 1
-        if self._step == WATCHED_STEPS and self._is_on:
+        if self._step == 0:
+            self.start(frame)
+        elif self._step == WATCHED_STEPS and self._is_on:
             self._stop_following()
         return self._step >= WATCHED_STEPS + LATER_STEPS
 
     def kept(self) -> dict[Place, float]:
-        """Bytes of a step that are still in use, by the line that made them."""
+        """Bytes of a step that are still in use, by the line that made them.
+
+        The last tensor of a step with a graph may keep everything that grows: no Python object
+        shows what a graph keeps.
+        """
         found: defaultdict[Place, float] = defaultdict(float, self._arrays)
         seen: set[int] = set()
+        graphs: dict[int, Place] = {}  # by step
         for one in self._tensors.values():
             tensor, place = one.reference(), one.holders[-1] if one.holders else None
             # Not of the first step, which was not followed from its beginning.
@@ -205,6 +222,10 @@ class LineWatch:
                 if storage.data_ptr() not in seen and (self.where == "device") == tensor.is_cuda:
                     seen.add(storage.data_ptr())
                     found[place] += storage.nbytes() / (WATCHED_STEPS - 1)
+                    if tensor.grad_fn is not None:
+                        graphs[one.step] = place
+        for place in graphs.values():
+            found[place] += self.bytes_per_step / (WATCHED_STEPS - 1)
         return found
 
     def stop(self) -> None:
@@ -273,12 +294,19 @@ class LineWatch:
         """Note the tensors that were made since the last line."""
         import torch
 
+        # tracemalloc makes everything slow that allocates memory.
         for one in gc.get_objects(generation=0):
-            # Not isinstance, which may run code of the object.
-            if issubclass(type(one), torch.Tensor):
-                known = self._tensors.get(id(one))
-                if known is None or known.reference() is not one:
-                    self._tensors[id(one)] = _Tensor(weakref.ref(one), self._step)
+            kind = type(one)
+            is_tensor = self._types.get(kind)
+            if is_tensor is None:  # not isinstance, which may run code of the object
+                is_tensor = self._types[kind] = issubclass(kind, torch.Tensor)
+            if not is_tensor:
+                continue
+            known = self._known.get(id(one))
+            if known is None or known() is not one:
+                self._known[id(one)] = reference = weakref.ref(one)
+                if not self._kinds or kind_of(one) in self._kinds:
+                    self._tensors[id(one)] = _Tensor(reference, self._step)
         one = None
         for tensor in self._tensors.values():
             if tensor.step >= self._step - 1:
@@ -304,6 +332,26 @@ class LineWatch:
         if known is None:
             known = self._own[file] = Frame(file, 0, "").is_own
         return known
+
+
+def count_tensors(where: Where) -> Counter[Kind]:
+    """How many tensors there are on the host or on devices, by kind."""
+    import torch
+
+    found: Counter[Kind] = Counter()
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor):
+            with suppress(Exception):  # one without a storage
+                if one.is_cuda == (where == "device"):
+                    found[kind_of(one)] += 1
+    return found
+
+
+def kind_of(tensor: Any) -> Kind:
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(tensor.shape), tensor.dtype
 
 
 def shown_path(file: str) -> str:

@@ -7,6 +7,7 @@ tracing with one line in the rank's log, and affects nothing else.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import math
@@ -149,6 +150,7 @@ class Session:
         self.stop()
         self.profilers.settle()
         self.profilers.interrupted = self.profilers.paused = None
+        self.made = None
         self.recorder.timeline.kept = None
 
 
@@ -280,6 +282,7 @@ class Tracer:
             if collects:
                 gc.enable()
         self._rest()
+        give_back_memory()
         self.recorder.write("trace", **fields)
         self._cost = fields["cost"]
         self._later_cost += self._cost if self._traced_after else 0.0
@@ -332,6 +335,12 @@ class Tracer:
 def num_steps(seconds: float) -> int:
     """How many steps to trace if each takes so many seconds."""
     return max(LEAST_STEPS, min(MOST_STEPS, round(TRACED_SECONDS / max(seconds, 1e-6))))
+
+
+def give_back_memory() -> None:
+    """Return to the system what reading a trace has used: it would hide memory that grows."""
+    with suppress(OSError, AttributeError):  # only in glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def in_tf32() -> list[str]:

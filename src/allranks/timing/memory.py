@@ -19,6 +19,7 @@ LEAST_POINTS, LEAST_STEPS = 14, 20
 WARM_UP = 1 / 3  # of the steps
 BLOCKS = 6
 STEADY = 0.5  # the block that grows least, over the one that grows most
+STEADY_AT_LINE = 0.2  # likewise, if a line is known to keep something of every step
 LEAST_BYTES = 16 << 20  # in all blocks together
 FULL_WITHIN = 3 * 86400.0  # seconds: what takes longer does no harm
 # In its first epoch, a rank may keep the data that it reads, or results until the epoch ends.
@@ -84,7 +85,13 @@ def points_of(record: RankRecord, where: Where) -> list[Point]:
     return sorted(points, key=lambda point: point.time)
 
 
-def steady_growth(points: Sequence[Point]) -> tuple[float, float] | None:
+def growth_of(record: RankRecord, where: Where) -> tuple[float, float] | None:
+    """A rank's `steady_growth`, less strict if a line keeps something of every step."""
+    is_kept = line_of(record, where) is not None
+    return steady_growth(points_of(record, where), STEADY_AT_LINE if is_kept else STEADY)
+
+
+def steady_growth(points: Sequence[Point], steady: float = STEADY) -> tuple[float, float] | None:
     """Bytes per step and per second by which memory grows, if it grows steadily; else None."""
     if len(points) < 2:
         return None
@@ -99,7 +106,7 @@ def steady_growth(points: Sequence[Point]) -> tuple[float, float] | None:
     at_edges = [_value_at(edge, steps, lowest) for edge in edges]
     gains = [after - before for before, after in itertools.pairwise(at_edges)]
     total = at_edges[-1] - at_edges[0]
-    if total < LEAST_BYTES or min(gains) < STEADY * max(gains):
+    if total < LEAST_BYTES or min(gains) < steady * max(gains):
         return None
     seconds = points[-1].time - points[0].time
     return total / (last - points[0].step), total / seconds if seconds > 0 else 0.0
@@ -120,7 +127,7 @@ def _host_growths(records: Mapping[int, RankRecord], info: Mapping[str, Any]) ->
     for record in records.values():
         nodes.setdefault(record.start.get("host"), []).append(record)
     for of_node in nodes.values():
-        growths = {one.rank: steady_growth(points_of(one, "host")) for one in of_node}
+        growths = {one.rank: growth_of(one, "host") for one in of_node}
         rate = sum(growth[1] for growth in growths.values() if growth is not None)
         used = sum(points[-1].num_bytes for one in of_node if (points := points_of(one, "host")))
         full_in = max(0.0, limit - used) / rate if limit and rate else None
@@ -133,7 +140,7 @@ def _host_growths(records: Mapping[int, RankRecord], info: Mapping[str, Any]) ->
 def _device_growths(records: Mapping[int, RankRecord]) -> Iterable[Growth]:
     for record in records.values():
         points = points_of(record, "device")
-        growth = steady_growth(points)
+        growth = growth_of(record, "device")
         if growth is None:
             continue
         totals = [event["memory_total"] for event in record.devices if event.get("memory_total")]
