@@ -8,9 +8,10 @@
     python benchmarks/verdicts.py --keep DIR          # what DIR already has is not run again
 
 Every situation in situations/table.py is a script with something planted in it. The scripts are in
-the same folder, and each planted line is in an `if PLANTED:`, so that the same script can run
-without it. Under `allranks run --json` the script is unchanged, and the verdict is right if it
-names the expected limit (and rank); the expected warnings must be there, and no others.
+the same folder, and each planted line is in an `if` that can switch it off, so that the same script
+can run without what limits it. Under `allranks run --json` the script is unchanged, and the verdict
+is right if it names the expected limit (and rank); the expected warnings must be there, and no
+others.
 
 A stopwatch in every rank, that of stopwatch.py, times the steps in the same way under allranks,
 under TraceML and bare. Without what was planted, a step must take 0.95 to 2 times what `gain`
@@ -177,7 +178,7 @@ def planted_source(situation: Situation) -> tuple[str, frozenset[str]]:
         place = line.strip().removeprefix("# plant: ")
         if line.strip().startswith("# plant: ") and place in plant:
             indent = line[: line.index("#")]
-            found += textwrap.indent(branches(plant.pop(place)), indent).split("\n")
+            found += textwrap.indent(branches(place, plant.pop(place)), indent).split("\n")
         elif not line.strip().startswith("# plant: "):
             found.append(line)
     assert not plant, f"{situation.name}: {situation.script}.py has no place {', '.join(plant)}"
@@ -186,13 +187,13 @@ def planted_source(situation: Situation) -> tuple[str, frozenset[str]]:
     return "\n".join(found) + "\n", lines
 
 
-def branches(code: str | tuple[str, str]) -> str:
-    """What is planted, in an `if` that switches it on."""
+def branches(place: str, code: str | tuple[str, str]) -> str:
+    """What is planted in a place, in an `if` that switches it off."""
     planted, otherwise = code if isinstance(code, tuple) else (code, "")
     lines = [f"    {line}  # planted" for line in planted.strip().split("\n")]
     if otherwise:
         lines += ["else:", *(f"    {line}" for line in otherwise.strip().split("\n"))]
-    return "\n".join(["if PLANTED:", *lines])
+    return "\n".join([f'if "{place}" not in REMOVED:', *lines])
 
 
 def with_traceml(source: str) -> str:
@@ -253,7 +254,7 @@ class Stage:
         paths = [str(looks), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {
             **os.environ,
-            "PLANTED": str(int(planted)),
+            "REMOVED": "" if planted else ",".join(situation.removable),
             "STOPWATCH_OUT": str(looks),
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",

@@ -29,7 +29,11 @@ inputs, targets = next(iter(loader))
 inputs = inputs.to(device)
 model = torch.cuda.make_graphed_callables(model, (inputs,))
 """
-EXCHANGES_OFF = "model.require_backward_grad_sync = False"
+# Without them, the ranks still wait for each other.
+EXCHANGES = {
+    "begin": ("pass", "model.require_backward_grad_sync = False"),
+    "backward": ("pass", "dist.all_reduce(torch.zeros(1))"),
+}
 SMALL_BATCH = "--width 1024 --depth 6 --repeat 1 --batch 2"
 GPU = "--width 8192 --depth 4 --repeat 1 --batch 256 --workers 4"
 
@@ -42,6 +46,7 @@ class Situation:
     limit: str  # what the run is limited by
     # By place in the script: the code, and optionally what runs in its place when it is off.
     plant: Mapping[str, str | tuple[str, str]] = field(default_factory=dict)
+    others: tuple[str, ...] = ()  # places whose plants are not the limit: they stay
     script: str = "plain"
     args: str = ""
     ranks: int = 1
@@ -51,6 +56,11 @@ class Situation:
     warning: str = ""  # the kind of the warning that must be given
     is_warning_named: bool = False  # whether the warning must name a planted line
     gpu: bool = False
+
+    @property
+    def removable(self) -> list[str]:
+        """The places without whose plants there is no such limit."""
+        return [place for place in self.plant if place not in self.others]
 
     @property
     def is_healthy(self) -> bool:
@@ -144,7 +154,7 @@ ON_CPU = [
     Situation(
         name="communication-gradients",
         limit="communication",
-        plant={"begin": ("pass", EXCHANGES_OFF)},
+        plant=EXCHANGES,
         args=f"{SMALL_BATCH} --steps 100",
         ranks=2,
     ),
@@ -209,12 +219,14 @@ ON_CPU = [
         name="mixed-data-host",
         limit="data",
         plant={"sample": "time.sleep(0.0005)", "step": "python_work(0.008)"},
+        others=("step",),
         args="--steps 100",
     ),
     Situation(
         name="mixed-host-pauses",
         limit="host",
         plant={"forward": "python_work(0.030)", "step": EVALUATION.format(batches=3)},
+        others=("step",),
         args="--steps 120",
         is_named=True,
     ),
@@ -226,6 +238,7 @@ ON_CPU = [
             "forward": "time.sleep(0.040 * (RANK == 1))",
             "backward": "dist.all_reduce(weights)",
         },
+        others=("begin", "backward"),
         args="--steps 100",
         ranks=2,
         rank=1,
@@ -268,7 +281,7 @@ ON_16_CORES = [
     Situation(
         name="communication-of-4",
         limit="communication",
-        plant={"begin": ("pass", EXCHANGES_OFF)},
+        plant=EXCHANGES,
         args=f"{SMALL_BATCH} --steps 100",
         ranks=4,
     ),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-PLANTED = os.environ.get("PLANTED", "1") == "1"
+REMOVED = os.environ.get("REMOVED", "").split(",")
 NUM_SAMPLES, NUM_FEATURES = 200_000, 64
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset
 
-PLANTED = os.environ.get("PLANTED", "1") == "1"
+REMOVED = os.environ.get("REMOVED", "").split(",")
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 NUM_SAMPLES, NUM_FEATURES = 200_000, 64
 
