@@ -64,7 +64,7 @@ GAIN_RANGE = (0.95, 2.0)
 MIN_BUSY = 0.9
 MAX_SECONDS = 180
 MAX_LOAD = 0.3  # of the cores
-STEPS_PER_BLOCK = 10  # evaluations and checkpoints come every ten steps
+STEPS_PER_BLOCK = 20  # evaluations come every ten steps, batches in bursts of four workers
 OUTSIDE_TRACE = "VERDICTS_OUTSIDE_TRACE"
 # Before anything else in every rank: the stopwatch, and the trace from outside.
 INJECT = f"""

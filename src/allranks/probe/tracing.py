@@ -311,7 +311,7 @@ class Tracer:
             trace = read_trace(path, self.recorder.rank)
         if trace is None:
             raise RuntimeError("the trace has no steps")
-        if trace.is_blind:
+        if trace.is_blind or (self.recorder.device is not None and not trace.device):
             raise RuntimeError("the GPU's driver does not let this user trace it")
         return trace
 

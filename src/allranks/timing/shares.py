@@ -450,11 +450,15 @@ def of_local(local: float, traced: Traced) -> Shares:
     scale = min(1.0, local / working) if working else 1.0
     idle = max(0.0, local - working)
     seen = own["host"] + own["launches"]
+    # The host copies memory that is not pinned, so that varies like everything else that it does.
+    by_host = own["copies"] * traced.pageable / traced.copied if traced.copied else 0.0
+    slower = max(0.0, idle - seen) * by_host / (by_host + seen) if by_host else 0.0
+    idle -= slower
     likely = idle * own["host"] / seen if seen else idle
     host = min(idle, max(own["host"], likely))
     return {
         "compute": own["compute"] * scale,
-        "copies": own["copies"] * scale,
+        "copies": own["copies"] * scale + slower,
         "communication": traced.exchanges * scale,
         "host": host,
         "launches": idle - host,

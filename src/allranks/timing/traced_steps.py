@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +35,9 @@ SYNCHRONISES = ("Synchronize", "cudaMemcpy", "cuMemcpy", "hipMemcpy")
 ASYNCHRONOUS = ("Async", "hipMemcpyWithStream")
 
 
+Lines = dict[str, float]  # of the user's code, and seconds that are spent there
+
+
 class Sample(NamedTuple):
     """What the training thread was executing at some moment."""
 
@@ -49,7 +52,7 @@ class HostTime:
 
     own: float = 0.0
     in_torch: float = 0.0
-    lines: dict[str, float] = field(default_factory=dict)  # of `own`
+    lines: Lines = field(default_factory=dict)  # of `own`
 
     def add(self, seconds: float, *, in_torch: bool, line: str | None = None) -> None:
         if in_torch:
@@ -65,19 +68,16 @@ def reduce_trace(
 ) -> dict[str, Any]:
     """The fields of the trace event; `away`: when the rank waited for data or for other ranks."""
     reduce = on_device if trace.device else on_cpu
-    totals, lines = reduce(trace, union(away), samples)
+    totals, tables = reduce(trace, union(away), samples)
     steps = trace.num_steps
-    fields = {
+    return {
         "device": "cuda" if trace.device else "cpu",
         **{name: round(total / steps, 7) for name, total in totals.items()},
-        "lines": longest(lines, steps),
+        **{name: longest(lines, steps) for name, lines in tables.items()},
     }
-    if copying := longest(copying_lines(trace, samples), steps):
-        fields["copying"] = copying
-    return fields
 
 
-def longest(lines: Mapping[str, float], steps: int) -> list[list[Any]]:
+def longest(lines: Lines, steps: int) -> list[list[Any]]:
     """The lines that took longest, with their seconds in a step."""
     found = sorted(lines.items(), key=lambda item: -item[1])[:MAX_LINES]
     return [[line, round(seconds / steps, 7)] for line, seconds in found]
@@ -85,7 +85,7 @@ def longest(lines: Mapping[str, float], steps: int) -> list[list[Any]]:
 
 def on_cpu(
     trace: Trace, away: list[Interval], samples: Sequence[Sample]
-) -> tuple[dict[str, float], dict[str, float]]:
+) -> tuple[dict[str, float], dict[str, Lines]]:
     """A CPU is busy unless its training thread waits, or executes code other than torch's."""
     in_torch = (
         (span.begin, span.end)
@@ -96,7 +96,7 @@ def on_cpu(
     host = host_time(outside, samples)
     waited = length(within(away, trace.begin, trace.end))
     busy = trace.end - trace.begin - waited - host.own
-    return {"busy": busy, "compute": busy, "host": host.own}, host.lines
+    return {"busy": busy, "compute": busy, "host": host.own}, {"lines": host.lines}
 
 
 def is_operator(name: str) -> bool:
@@ -135,7 +135,7 @@ def host_time(intervals: Iterable[Interval], samples: Sequence[Sample]) -> HostT
 
 def on_device(
     trace: Trace, away: list[Interval], samples: Sequence[Sample]
-) -> tuple[dict[str, float], dict[str, float]]:
+) -> tuple[dict[str, float], dict[str, Lines]]:
     """What a GPU did for these steps, and what the host did while it was idle."""
     ours = [s for n, s in enumerate(trace.device) if trace.covers(trace.launched[n])]
     before = [s.end for n, s in enumerate(trace.device) if trace.launched[n] < trace.begin]
@@ -148,19 +148,24 @@ def on_device(
     working = union([*computing, *within(((s.begin, s.end) for s in copies), begin, end)])
     busy = union([*working, *within(((s.begin, s.end) for s in exchanges), begin, end)])
     host = idle_host(trace, without(gaps(busy, begin, end), away), samples)
+    copying = copying_lines(trace, samples)
+    # A line that mostly copies also allocates the memory for that, and waits for it.
+    at_both = [line for line in copying if 0 < host.lines.get(line, 0.0) < copying[line]]
+    around = {line: host.lines.pop(line) for line in at_both}
     totals = {
         "busy": length(busy),
         "compute": length(computing),
-        "copies": length(working) - length(computing),
+        "copies": length(working) - length(computing) + sum(around.values()),
         "exchanges": length(busy) - length(working),
         "launches": host.in_torch,
-        "host": host.own,
+        "host": host.own - sum(around.values()),
         "copied": sum(num_bytes(span) for span in copies),
         "copied_back": sum(num_bytes(span) for span in copies if "DtoH" in span.name),
         "pageable": sum(num_bytes(span) for span in copies if "Pageable" in span.name),
         "kernels": sum(span.kind == "kernel" for span in kernels),
     }
-    return totals, host.lines
+    copying = {line: seconds + around.get(line, 0.0) for line, seconds in copying.items()}
+    return totals, {"lines": host.lines, "copying": copying}
 
 
 def idle_host(trace: Trace, idle: Sequence[Interval], samples: Sequence[Sample]) -> HostTime:
@@ -187,9 +192,9 @@ def idle_host(trace: Trace, idle: Sequence[Interval], samples: Sequence[Sample])
     return found
 
 
-def copying_lines(trace: Trace, samples: Sequence[Sample]) -> dict[str, float]:
+def copying_lines(trace: Trace, samples: Sequence[Sample]) -> Lines:
     """The lines that waited while the device copied, as they do if memory is not pinned."""
-    lines: dict[str, float] = {}
+    lines: Lines = {}
     moments = [sample.moment for sample in samples]
     ends = {span.begin: span.end for span in trace.runtime}
     for number, span in enumerate(trace.device):

@@ -194,7 +194,7 @@ def verdict_of(
         rank=said.rank,
         sure=is_sure(limit, found, limits) and not facts.crowding and said.is_sure,
         next=said.next,
-        gain=gain_of(found.shares[limit]) if limit != "compute" else None,
+        gain=gain_of(limit, found) if limit != "compute" else None,
         line=said.line,
         shares={part: round(share, 4) for part, share in found.shares.items()},
         cause=said.cause,
@@ -246,9 +246,19 @@ def too_short(likely: Verdict, found: Measured) -> Verdict:
 # --- Which part, and how sure --------------------------------------------------------------------
 
 
-def gain_of(share: float) -> float:
-    """How many times as fast a run can be without that share of its time."""
-    return round(min(MOST_GAIN, 1 / max(1e-9, 1 - share)), 3)
+def gain_of(limit: Limit, found: Measured) -> float:
+    """How many times as fast a run can be, at most, without what limits it.
+
+    If the host no longer keeps a GPU waiting, it launches ahead: then what else it does may take no
+    time, unless that takes longer than what the GPU does.
+    """
+    left = {part: share for part, share in found.shares.items() if part != limit}
+    if found.is_gpu and limit in ("host", "copies"):
+        hidden = math.fsum(left.pop(part, 0.0) for part in ("launches", "host"))
+        rest = max(math.fsum(left.values()), hidden)
+    else:
+        rest = math.fsum(left.values())
+    return round(min(MOST_GAIN, 1 / max(1e-9, rest)), 3)
 
 
 def limit_of(facts: Facts) -> Limit:

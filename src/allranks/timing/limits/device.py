@@ -136,8 +136,8 @@ def copies(facts: Facts) -> Said:
         fix = "copy back less often, or into pinned memory: pinned.copy_(tensor, non_blocking=True)"
     elif is_back:
         fix = "copy back less often; compute on the GPU what is made from it"
-    elif is_pageable and not loader.get("pin_memory"):
-        fix = "DataLoader(..., pin_memory=True) and batch.to(device, non_blocking=True)"
+    elif is_pageable and loader.get("pin_memory") is False:
+        fix = "DataLoader(..., pin_memory=True) and .to(device, non_blocking=True)"
     elif is_pageable:
         fix = "tensor.pin_memory() before .to(device, non_blocking=True)"
     else:
