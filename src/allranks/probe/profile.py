@@ -74,7 +74,7 @@ class Profile:
         self.recorder.flush()
 
     def _wait(self, step: int) -> None:
-        if self._seen >= SKIP_STEPS:
+        if self._seen >= SKIP_STEPS and not self.profilers.is_capturing:
             self._start(step)
             self._next = self._try_one
 
@@ -100,7 +100,7 @@ class Profile:
         self._next = self._pause
 
     def _pause(self, step: int) -> None:
-        if self._seen >= SKIP_STEPS + 1 + PAUSE_STEPS:
+        if self._seen >= SKIP_STEPS + 1 + PAUSE_STEPS and not self.profilers.is_capturing:
             self._start(step)
             self._next = self._trace
 
@@ -108,7 +108,7 @@ class Profile:
         session = self._started()
         if session.made is not None and session.num_steps == 0:  # a graph was captured: again
             session.close()
-            self._start(step)
+            self._next = self._pause
             return
         session.end_step(step)
         if session.made is not None or session.num_steps >= self.num_steps:

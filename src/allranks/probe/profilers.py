@@ -51,6 +51,13 @@ class Profilers:
     def is_running(self) -> bool:
         return self._running is not None
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured: a step may be within it, but no profiler may start."""
+        import torch
+
+        return self.recorder.device is not None and torch.cuda.is_current_stream_capturing()
+
     def why_not(self) -> str | None:
         """Why no profiler can be started now."""
         if self.problem is None and threading.get_ident() != self._importer:

@@ -203,7 +203,8 @@ class Tracer:
             if now - self._began >= LATER * self._traced_after:
                 self._plan(step, now - self._began)
         elif step >= self._start_after:
-            if step + 1 in self.recorder.timeline.traced:  # memory is followed: later
+            is_followed = step + 1 in self.recorder.timeline.traced  # by what looks for memory
+            if is_followed or self.profilers.is_capturing:
                 return
             with uncompiled():
                 self._start(step)
