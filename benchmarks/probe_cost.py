@@ -1,18 +1,18 @@
 """The probe takes under 50 us per step, and a step of 5 ms takes at most 1.01x as long with it.
 
-    python benchmarks/probe_cost.py               # 8 minutes a row; exit code 1 if it takes more
+    python benchmarks/probe_cost.py               # 8 minutes a row; exit code 1 if it costs more
     python benchmarks/probe_cost.py --pairs 1000 --ranks 1       # a first look
     python benchmarks/probe_cost.py --gpu        # 3 minutes: steps of 5 and 50 ms on a GPU
     python benchmarks/probe_cost.py --trace      # 3 minutes: what a trace leaves behind
 
 An ordinary loop (DataLoader, AdamW, DDP on two ranks) trains with and without the probe, in turns,
 in the same process. Without it, torch has its own functions back; the hooks are not merely idle. A
-pair is one step of each, and before each of them an uncounted one, in which the caches forget the
-change. Which comes first is random, because machines have rhythms of their own. `ratio` is the
-median of the ratios, with a 95% interval from resampling rounds of 20 pairs, which lie within half
-a second; `nothing/nothing` is the same with no probe in either step: the noise. Two ranks are
-measured if each has two cores: with fewer, their training, gloo's threads and the probe's take
-turns, and the scheduler decides how long a step takes; `--ranks 2` measures that anyway.
+pair is one step of each, each after an uncounted one, in which the caches recover from the switch.
+Which comes first is random, because machines have rhythms of their own. `ratio` is the median of
+the ratios, with a 95% interval from resampling rounds of 20 pairs, which lie within half a second;
+`nothing/nothing` is the same with no probe in either step: the noise. Two ranks are measured if
+each has two cores: with fewer, their training, gloo's threads and the probe's take turns, and the
+scheduler decides how long a step takes; `--ranks 2` measures that anyway.
 
 Threads do the rest, rarely: every half second one formats and writes the events, and every two
 seconds one samples CPUs, memory and network. That cannot be measured in turns. Its time is measured
@@ -28,10 +28,10 @@ On a GPU, the host waits for the device at the end of every step, so nothing tha
 hidden by kernels that are still to run. A step of 5 ms may take 1.03x as long, one of 50 ms 1.01x.
 
 `--trace` compares two probes in the same way, one that traces steps and has made its first trace,
-and one that never does: at most 1.005x, and no claim if the interval is wider than 0.02. On a GPU
-if there is one. What a profiler that has run in their process costs both of them shows in
-`after/before`: 200 steps of the second probe after the first one's trace, over 200 before it.
-`nothing/nothing` compares 200 steps and the next 200 with no trace in between.
+and one that never does: at most 1.005x, and no claim if the interval is wider than 0.02. It runs on
+a GPU if there is one. The profiler has then run in the process of both probes; what that costs both
+shows in `after/before`: 200 steps of the second probe after the first one's trace, over 200 before
+it. `nothing/nothing` compares 200 steps and the next 200 with no trace in between.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Stopwatch:
 
 
 def training(width: int, turns: Turns, device: str = "cpu") -> Iterator[None]:
-    """A loop as scripts have it; it pauses after every step."""
+    """A training loop like that of many scripts; it yields after every step."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(4096, NUM_FEATURES), torch.randn(4096, 1))
     model: nn.Module = nn.Sequential(
@@ -188,7 +188,7 @@ def step_pairs(
 def writing_seconds(
     width: int, probe: Functions, recorder: Recorder, seconds: float, device: str
 ) -> float:
-    """To format and write the event of a step, when those of half a second are written at once."""
+    """Seconds to format and write a step's event, if those of half a second are written at once."""
     turns, log = Turns(probe), recorder._log
     assert log is not None
     turns.take(0)
@@ -300,7 +300,7 @@ def trace_rank(num_pairs: int, folder: Path) -> None:
 
 
 def print_trace_cost(num_pairs: int) -> bool:
-    """Print what tracing costs after the first trace; whether that is as little as claimed."""
+    """Print what tracing costs after the first trace; returns whether the claim holds."""
     found = start_ranks(1, num_pairs, "--trace")
     step = statistics.median(without for _, without in found["pairs"])
     ratio, low, high = median_ratio(found["pairs"])
@@ -320,7 +320,7 @@ def print_trace_cost(num_pairs: int) -> bool:
 def print_cost(
     num_ranks: int, num_pairs: int, most: float, gpu_seconds: float | None = None
 ) -> bool:
-    """Print what the probe costs, on a GPU if steps of so many seconds are asked for there."""
+    """Print what the probe costs; returns whether the claim holds. `gpu_seconds`: a GPU's steps."""
     more = () if gpu_seconds is None else ("--gpu", "--seconds", str(gpu_seconds))
     found = start_ranks(num_ranks, num_pairs, *more)
     step = statistics.median(without for _, without in found["pairs"])

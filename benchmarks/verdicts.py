@@ -10,12 +10,10 @@
 Every situation in situations/table.py is a script with something planted in it. The scripts are in
 the same folder, and each planted line is in an `if` that can switch it off, so that the same script
 can run without what limits it. Under `allranks run --json` the script is unchanged, and the verdict
-is right if it names the expected limit (and rank); the expected warnings must be there, and no
-others.
+is right if it names the expected limit (and rank), and if the expected warning, if any, is given.
 
-A stopwatch in every rank, that of stopwatch.py, times the steps in the same way under allranks,
-under TraceML and bare. Without what was planted, a step must take 0.95 to 2 times what `gain`
-predicts.
+A stopwatch in every rank (stopwatch.py) times the steps in the same way under allranks, under
+TraceML and bare. Without what was planted, a step must take 0.95 to 2 times what `gain` predicts.
 Healthy loops on a GPU are also traced from outside: torch's profiler, without allranks, must see
 the GPU busy for 90% of the time.
 
@@ -188,7 +186,7 @@ def planted_source(situation: Situation) -> tuple[str, frozenset[str]]:
 
 
 def branches(place: str, code: str | tuple[str, str]) -> str:
-    """What is planted in a place, in an `if` that switches it off."""
+    """What is planted in a place, in an `if` that can switch it off."""
     planted, otherwise = code if isinstance(code, tuple) else (code, "")
     lines = [f"    {line}  # planted" for line in planted.strip().split("\n")]
     if otherwise:
@@ -220,7 +218,7 @@ def with_traceml(source: str) -> str:
 
 
 def step_seconds(folder: Path) -> float | None:
-    """Of a step of rank 0, by the stopwatch: the median block of the later steps."""
+    """How long a step of rank 0 takes, by the stopwatch: the median block of the later steps."""
     files = sorted(folder.glob("0-*.json"))
     looks = json.loads(files[0].read_text()) if files else []
     ends = [time for time, optimizer in looks if optimizer == looks[0][1]]
@@ -283,7 +281,7 @@ class Stage:
             shutil.rmtree(looks)
 
     def under_allranks(self, situation: Situation, *, planted: bool) -> tuple[dict[str, Any], Ran]:
-        """What `run --json` says of it."""
+        """What `allranks run --json` says about a situation."""
         runs = str(self.folder / "runs" / situation.name)
         words = ["run", "--json", "--runs", runs, "--layout", f"1x{situation.ranks}", "--"]
         script = [sys.executable, "train.py", *situation.args.split()]
@@ -306,7 +304,7 @@ class Stage:
         return self.run(situation, command, ranks=ranks)
 
     def under_traceml(self, situation: Situation) -> dict[str, Any]:
-        """What TraceML says of it."""
+        """What TraceML says about a situation."""
         assert self.traceml
         logs = Path(tempfile.mkdtemp(prefix="traceml-"))
         command = [
@@ -333,7 +331,7 @@ class Stage:
         }
 
     def row(self, situation: Situation, *, judge_again: bool) -> Row:
-        """A situation, or what an earlier command has kept of it."""
+        """The result of a situation, or what an earlier command has kept of it."""
         kept = self.folder / f"{situation.name}.json"
         if situation in WRITTEN:
             return self.write(situation)
@@ -350,7 +348,7 @@ class Stage:
         return row
 
     def play(self, situation: Situation) -> Row:
-        """A situation in all its variants."""
+        """Run a situation in all its variants."""
         folder = self.folder / situation.name
         folder.mkdir(parents=True, exist_ok=True)
         source, lines = planted_source(situation)
@@ -375,7 +373,7 @@ class Stage:
         return row
 
     def write(self, situation: Situation) -> Row:
-        """A situation whose events are made up, not measured."""
+        """The result of a situation whose events are made up, not measured."""
         runs = Path(tempfile.mkdtemp(dir=self.folder))
         run = write_run(runs, situation.name, WRITTEN[situation])
         return Row(situation=situation, answer=judge(run).as_json(), run_dir=str(run.path))
@@ -495,7 +493,7 @@ def main() -> int:
 
 
 def situations(options: argparse.Namespace) -> list[Situation]:
-    """Those that can run here, or those that were named."""
+    """The situations that can run here, or those that were named."""
     every = [*ON_CPU, *ON_16_CORES, *WRITTEN, *ON_GPU]
     if options.only:
         unknown = set(options.only) - {situation.name for situation in every}

@@ -246,7 +246,8 @@ ON_CPU = [
     Situation(
         name="mixed-host-pauses",
         limit="host",
-        plant={"forward": "python_work(0.030)", "step": EVALUATION.format(batches=3)},
+        # Not in `forward`, which evaluations call too.
+        plant={"loss": "python_work(0.030)", "step": EVALUATION.format(batches=10)},
         others=("step",),
         args="--steps 120",
         is_named=True,

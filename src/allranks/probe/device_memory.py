@@ -36,7 +36,7 @@ class DeviceMemory:
         tracebacks.more_about.append(self.what_filled)
 
     def _at_loading(self) -> None:
-        """Before the first batch, or after the first step, if the model is on a GPU by then."""
+        """Record from the first batch on, or after a step, if the model is on a GPU by then."""
         import torch
 
         if torch.cuda.is_initialized():

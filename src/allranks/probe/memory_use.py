@@ -24,8 +24,8 @@ from allranks.timing.timeline import DATA
 LEAST_SECONDS, SHARE = 0.02, 1 / 50  # between two samples, and of the time since the first
 CHECK_SECONDS, CHECK_FACTOR = 1.0, 1.5  # when to look for growth first, and how much later again
 MOST_LOOKS = 3  # what grows at first may be a cache
-COUNTED_STEPS = 3  # after which there are more tensors of the kinds that are kept
-WATCHED_STEPS, LATER_STEPS = 4, 2  # what the former make and still exists after the latter is kept
+COUNTED_STEPS = 3  # over which there come to be more tensors of the kinds that are kept
+WATCHED_STEPS, LATER_STEPS = 4, 2  # made in the former, still there after the latter: it is kept
 LEAST_SHARE = 0.3  # of the growth: a line that keeps less does not explain it
 # Following stops after this many executed lines, or this many seconds: some scripts run very many,
 # and where garbage collection is off, the youngest objects are all objects.
@@ -129,7 +129,7 @@ Kind = tuple[tuple[int, ...], Any]  # of a tensor: shape, type of its elements
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor, and for each of its references the line at which it began to exist."""
+    """A tensor, and for each reference to it the line at which that reference was made."""
 
     reference: weakref.ref[Any]
     step: int  # in which it was made
@@ -154,7 +154,7 @@ class LineWatch:
     """Which lines of the user's code make or keep what still exists some steps later.
 
     Tensors are found among Python's youngest objects, after each line: those of the kinds of which
-    there are more after some steps, or all where no kind is kept. tracemalloc knows everything else
+    some steps have left more, or all if there is no such kind. tracemalloc knows everything else
     that Python allocates, and numpy's arrays.
     """
 
@@ -294,7 +294,7 @@ class LineWatch:
         """Note the tensors that were made since the last line."""
         import torch
 
-        # tracemalloc makes everything slow that allocates memory.
+        # Nothing is allocated for objects that are no tensors: tracemalloc makes that slow.
         for one in gc.get_objects(generation=0):
             kind = type(one)
             is_tensor = self._types.get(kind)

@@ -1,7 +1,7 @@
 """Starts and stops torch's profiler for the probe, and keeps it away from the script's own.
 
-Two profilers at once, or one that sees the end of an operation that began under another, end a
-script in SIGSEGV (torch 2.13). So ours ends when the script makes one, and no other is started.
+Two profilers at once, or one that sees the end of an operation that began under another, crash a
+script with SIGSEGV (torch 2.13). So ours ends when the script makes one, and we start no other.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Profilers:
         self.recorder = recorder
         self.problem: str | None = None  # why there can be no profiler any more
         self.interrupted: Callable[[str], None] | None = None  # called if the running one must end
-        self.paused: Callable[[], None] | None = None  # likewise, but another may follow
-        self._has_graphs = False  # which may crash once what traces a GPU is unloaded
+        self.paused: Callable[[], None] | None = None  # likewise, but a later one may follow
+        self._has_graphs = False  # CUDA's: they may crash once what traces a GPU is unloaded
         self._is_unloading = False
         self._running: Any = None
         self._thread = 0  # in which it runs
@@ -94,8 +94,8 @@ class Profilers:
     def stop(self, *, waits: bool = True, unloads: bool = False) -> Any:
         """Stop, and return what can be exported; None if nothing is running.
 
-        `waits`: for the device, which may still be at work on what was launched. `unloads`: what
-        traces a device, since every launch takes longer with it; `settle` completes that.
+        `waits`: for the device, which may still be at work on what was launched. `unloads`: also
+        unload the library that traces a device, which slows every launch; `settle` completes that.
         """
         made, self._running = self._running, None
         if made is None:
@@ -110,9 +110,9 @@ class Profilers:
         return made
 
     def settle(self) -> None:
-        """Unload now what traces a device, if it was stopped so: not under the script's profiler.
+        """Complete the unloading that `stop` began: later, the script may run its own profiler.
 
-        A thread of torch's prepares that, and the next call of the device's library does it.
+        A thread of torch's prepares it, and the next call of the device's library does it.
         """
         if self._is_unloading:
             import torch
@@ -210,7 +210,7 @@ def hook_profilers(profilers: Profilers) -> None:
 def told_before(
     original: Callable[..., Any], recorder: Recorder, tell: Callable[[Any], None]
 ) -> Callable[..., Any]:
-    """A method that first tells us its object, then does what it did before."""
+    """A method that first passes its object to `tell`, then does what it did before."""
 
     @unseen_by_compilers
     @functools.wraps(original)
@@ -238,9 +238,9 @@ def silence() -> Iterator[None]:
 
 @contextmanager
 def unloading() -> Iterator[None]:
-    """Let torch unload what traces a device, unless the environment says whether it does.
+    """Let torch unload what traces a device, unless the environment already says whether it does.
 
-    Only for a trace of ours: two of the script's own would follow too soon after each other.
+    Only for a trace of ours: two of the script's own may follow too soon after each other.
     """
     is_ours = UNLOADS not in os.environ
     if is_ours:

@@ -3,8 +3,8 @@
 A signal interrupts the thread every half millisecond, no matter which thread holds Python's lock;
 Python then calls the handler in that thread before it executes anything else. So a sample shows the
 line that was being executed, even if it was waiting or in a C function. faulthandler needs no lock
-either, but may read frames that are being freed: a thousand times a second, in a script with deep
-calls, it ended in SIGSEGV within seconds (Python 3.11), both as a watchdog and by signals.
+either, but may read frames that are being freed: run a thousand times a second in a script with
+deep calls, it crashed with SIGSEGV within seconds (Python 3.11), both as a watchdog and on signals.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from allranks.timing.traced_steps import Sample
 PERIOD_SECONDS = 0.0005
 MAX_SAMPLES = 20_000
 STOLEN = 0.5  # of the time between two samples: if the thread ran for less, others took its CPU
-# Hardly anyone uses it, and a process without a handler ignores it. So the timer never kills a
-# script, whatever that does to its handlers; Lightning, for example, restores all at its end.
+# Hardly anyone uses this signal, and a process without a handler ignores it. So the timer never
+# kills a script, whatever it does to its handlers; Lightning, for example, restores all at its end.
 SIGNAL = signal.SIGURG
 CLOCK_MONOTONIC, SIGEV_THREAD_ID, TIMER_ABSTIME = 1, 4, 1  # as Linux has them
 OWN, TORCH, LIBRARY = "own", "torch", "library"
@@ -137,7 +137,7 @@ class Sampler:
         return kind
 
     def samples(self, offset: float) -> list[Sample]:
-        """One for every period, in the time of a clock that is `offset` seconds ahead.
+        """One sample for every period, in the time of a clock that is `offset` seconds ahead.
 
         Signals that arrive during a C function are handled together when it ends. They also arrive
         together after the system has let other programs run in place of this thread: that time does

@@ -34,14 +34,14 @@ from allranks.timing.trace import STEP_MARK, Interval, Trace, read_trace
 from allranks.timing.traced_steps import reduce_trace
 
 VARIABLE = "ALLRANKS_TRACE"  # off: no traces
-DECIDE_AFTER = 8  # steps: rank 0, for all ranks, how many are traced
+DECIDE_AFTER = 8  # steps: then rank 0 decides for all ranks how many are traced
 START_AFTER = 11  # steps, in which memory is allocated, kernels are chosen and models compiled
-# So many seconds of steps are traced: reading the operators of more would take over a second where
-# one follows the other.
+# How many seconds of steps are traced: where one operator follows the other without a gap, reading
+# more would take over a second.
 TRACED_SECONDS, MOST_STEPS = 0.08, 12
 LEAST_STEPS = 2  # if a trace is interrupted after fewer, it is made again
 MAX_ATTEMPTS = 3
-# What takes this many times as long as a usual step, and a bit more, is an evaluation or a
+# What takes this many times as long as a usual step, plus this many seconds, is an evaluation or a
 # checkpoint, of which a profiler might record gigabytes.
 PAUSE, PAUSE_SECONDS = 5, 0.1
 MAX_TRACE_BYTES = 1 << 26  # reading more takes seconds
@@ -203,7 +203,7 @@ class Tracer:
             if now - self._began >= LATER * self._traced_after:
                 self._plan(step, now - self._began)
         elif step >= self._start_after:
-            is_followed = step + 1 in self.recorder.timeline.traced  # by what looks for memory
+            is_followed = step + 1 in self.recorder.timeline.traced  # for lines that keep memory
             if is_followed or self.profilers.is_capturing:
                 return
             with uncompiled():
@@ -228,7 +228,7 @@ class Tracer:
             self._to_announce = f"{self._start_after} {self._num_steps}"
 
     def _tell_or_hear(self) -> None:
-        """Announce the next trace, or learn of it. By the writing thread: disks may be slow."""
+        """Announce the next trace, or learn of it. Mostly by the writing thread: disks are slow."""
         path = self.recorder.folder / ANNOUNCED
         with suppress(Exception):
             if self._to_announce is not None:
@@ -334,7 +334,7 @@ class Tracer:
 
 
 def num_steps(seconds: float) -> int:
-    """How many steps to trace if each takes so many seconds."""
+    """How many steps to trace if each takes this many seconds."""
     return max(LEAST_STEPS, min(MOST_STEPS, round(TRACED_SECONDS / max(seconds, 1e-6))))
 
 

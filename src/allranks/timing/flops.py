@@ -44,11 +44,11 @@ class Flops:
     """Floating-point operations of an average step."""
 
     model: Mapping[str, float]  # by precision
-    recomputed: float = 0.0  # activations that the backward pass computes again
+    recomputed: float = 0.0  # for activations that the backward pass computes again
 
 
 def product(first: int) -> Formula:
-    """A product of two matrices, or of two stacks of them: this argument and the next."""
+    """Counts a product of two matrices, or of two stacks: the argument `first` and the next."""
 
     def count(shapes: Shapes, values: Sequence[str]) -> float:
         one, other = shapes[first], shapes[first + 1]
@@ -145,7 +145,7 @@ class _Node:
 
     is_backward: bool = True
     # Whether it ran operators that autograd does not record, as a backward pass does; those that it
-    # records are then recomputed. If it records all, the script differentiates its gradients.
+    # does record are then recomputed. If it records all, the script differentiates its gradients.
     has_unwatched: bool = False
     watched: list[_Counted] = field(default_factory=list)
 
@@ -183,7 +183,7 @@ def flops_of(trace: Trace, tf32: Collection[str] = ()) -> Flops | None:
     if any(span.name.startswith(TEMPLATES) for span in spans):
         return None
     if any("GraphLaunch" in one.name and trace.covers(one.begin) for one in trace.runtime):
-        return None  # what a CUDA graph repeats was called when it was captured
+        return None  # a graph's operators were called when it was captured, not when it runs
     try:
         nodes = _nodes(spans, tf32)
     except (KeyError, IndexError, TypeError, ValueError):  # shapes or values were not recorded
@@ -221,7 +221,7 @@ def _nodes(spans: Iterable[Span], tf32: Collection[str]) -> list[_Node]:
             nodes.append(here.node)
         name = span.name.removeprefix("aten::")
         here.node.has_unwatched |= span.name.startswith("aten::") and not here.is_watched
-        # Autograd records a closure, which computes the gradients inside the optimizer's step.
+        # Autograd records the optimizer's closure, which computes the gradients within its step.
         if name not in OPERATORS or (here.is_left_out and not here.is_watched):
             continue
         if here.counted is None:

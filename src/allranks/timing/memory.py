@@ -18,7 +18,7 @@ from allranks.show.numbers import size
 LEAST_POINTS, LEAST_STEPS = 14, 20
 WARM_UP = 1 / 3  # of the steps
 BLOCKS = 6
-STEADY = 0.5  # the block that grows least, over the one that grows most
+STEADY = 0.5  # growth in the block that grows least, over that in the one that grows most
 STEADY_AT_LINE = 0.2  # likewise, if a line is known to keep something of every step
 LEAST_BYTES = 16 << 20  # in all blocks together
 FULL_WITHIN = 3 * 86400.0  # seconds: what takes longer does no harm
@@ -86,7 +86,7 @@ def points_of(record: RankRecord, where: Where) -> list[Point]:
 
 
 def growth_of(record: RankRecord, where: Where) -> tuple[float, float] | None:
-    """A rank's `steady_growth`, less strict if a line keeps something of every step."""
+    """A rank's `steady_growth`, less strict if a line is known to keep memory of every step."""
     is_kept = line_of(record, where) is not None
     return steady_growth(points_of(record, where), STEADY_AT_LINE if is_kept else STEADY)
 
@@ -168,6 +168,6 @@ def has_read_all(record: RankRecord) -> bool:
 
 
 def line_of(record: RankRecord, where: Where) -> str | None:
-    """The line that keeps it, if the rank has found one."""
+    """The line that keeps memory which is never given back, if the rank has found one."""
     found = [event["line"] for event in record.others["kept"] if event["where"] == where]
     return str(found[-1]) if found else None

@@ -11,7 +11,7 @@ from allranks.run.record import RankRecord
 from allranks.timing.comparison import device_name, gpu_memory
 from allranks.timing.steps import Timing
 
-# The names in the catalogue of GPUs; a GPU computes in the first of them that it has.
+# What these are called in the catalogue of GPUs; the first for which a GPU has a peak counts.
 PEAKS: Mapping[str, tuple[Precision, ...]] = {
     "float32": ("fp32",),
     "tf32": ("tf32", "fp32"),
@@ -34,7 +34,7 @@ def utilisation(
     shares: list[float] = []
     for record in records:
         traces = [event for event in record.others["trace"] if "problem" not in event]
-        if not traces:  # of a long run, not every rank's trace is read
+        if not traces:  # in a long run, not every rank's trace is read
             continue
         uses_gpu = traces[-1].get("device") == "cuda"
         name = device_name(record.start, info, uses_gpu=uses_gpu)

@@ -1,4 +1,4 @@
-"""A run in one object, and what is concluded about it in the words of every screen."""
+"""A run in one object, and what is concluded about it, in the words that every screen shows."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def own_work_divided(parts: Mapping[str, float], found: Mapping[str, Any]) -> di
 
 
 def shown_parts(rows: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """What to call each part in a table of these; parts of a trace only if any row has them."""
+    """What to call each part in a table of these rows; parts of a trace only if a row has them."""
     those = [*rows]
     return {
         part: PART_WORDS.get(part, part)

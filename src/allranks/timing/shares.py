@@ -38,7 +38,7 @@ LIKE_OTHERS = (0.75, 1.33)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What traces of one rank show. Seconds of the average traced step."""
+    """What the traces of one rank show. Times are seconds of the average traced step."""
 
     device: str
     parts: Mapping[str, float]  # of LOCAL
@@ -47,10 +47,10 @@ class Traced:
     copying: tuple[tuple[str, float], ...] = ()  # lines that waited for copies, likewise
     copied: float = 0.0  # bytes
     copied_back: float = 0.0  # of these, from the device to the host
-    pageable: float = 0.0
+    pageable: float = 0.0  # of these, from or to memory that is not pinned
     kernels: float = 0.0
-    slowed: float = 1.0  # times as long as other steps
-    is_alike: bool = True  # whether what the trace has cost explains that
+    slowed: float = 1.0  # how many times as long as other steps they took
+    is_alike: bool = True  # whether what the traces have cost explains that
 
     @property
     def line(self) -> str | None:
@@ -67,7 +67,7 @@ class Measured:
     shares: Shares
     blocks: tuple[Shares, ...]
     traced: Mapping[int, Traced]  # by rank; without those that have no trace
-    evaluation: float = 0.0  # share of the time: how much of the pauses that is
+    evaluation: float = 0.0  # share of the time, as part of the pauses
     problem: str | None = None  # why there is no trace
     is_gpu: bool = False
     utilization: float | None = None  # of the GPUs, by NVML, where there is no trace
@@ -76,7 +76,7 @@ class Measured:
 
     @property
     def typical(self) -> Traced | None:
-        """The trace that divides the local work: that of the middle rank, or of another."""
+        """The trace that divides the local work: the middle rank's, or else another's."""
         rank = trace_of(self.timing, self.traced)
         return None if rank is None else self.traced[rank]
 
@@ -116,7 +116,7 @@ def measure(
     """The shares of the window's time; None where the steps have no phases.
 
     `records`: of all ranks, or the last steps of each, with their traces. `rare`: seconds of pauses
-    per step, if there are more between all steps than between these.
+    per step over the whole run, in case these steps show fewer of them.
     """
     steps = {rank: record.timed_steps for rank, record in records.items()}
     common = set.intersection(*(set(own) for own in steps.values()))
@@ -320,7 +320,7 @@ def burst_of(seconds: Sequence[float]) -> float:
 
 
 def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
-    """What the traces of a rank within these steps show, or else its last one."""
+    """What a rank's traces within these steps show, or its last trace if there is none."""
     known = [one for one in record.others["trace"] if "compute" in one and "first" in one]
     within = [one for one in known if one["first"] >= min(steps)] or known[-1:]
     if not within:
@@ -339,7 +339,7 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
     far = [max(0.0, event[OTHER] - statistics.median(others)) for event in own]
     pauses = [took if took > FAR * usual else 0.0 for took in far]
     parts = {part: mean(part) for part in LOCAL}
-    # What precedes its first step is the start of the trace, which is not in it.
+    # A trace's first step is preceded by the start of the trace, which is not part of it.
     starts = {one["first"] for one in within}
     traced = [took for event, took in zip(own, pauses, strict=True) if event["step"] not in starts]
     if own:
@@ -363,7 +363,7 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
 
 
 def mean_lines(traces: Sequence[Event], field: str) -> tuple[tuple[str, float], ...]:
-    """Lines of the user's code and the seconds that they take on average, longest first."""
+    """Lines of the user's code and the seconds that each takes on average, longest first."""
     lines: dict[str, float] = {}
     for one in traces:
         for line, took in one.get(field, ()):
@@ -378,7 +378,7 @@ def traced_steps(trace: Mapping[str, Any]) -> range:
 def slowed_by(
     traced: Sequence[Event], others: Mapping[int, Event], pauses: Sequence[float]
 ) -> float:
-    """How many times as long as the others traced steps took; 1 if that is not known."""
+    """How many times as long traced steps took as the others; 1 if that is not known."""
     usual = statistics.median(local_seconds(event) for event in others.values())
     if not traced or not usual:
         return 1.0
@@ -450,7 +450,7 @@ def of_local(local: float, traced: Traced) -> Shares:
     scale = min(1.0, local / working) if working else 1.0
     idle = max(0.0, local - working)
     seen = own["host"] + own["launches"]
-    # The host copies memory that is not pinned, so that varies like everything else that it does.
+    # The host copies memory that is not pinned, so that time varies like all else that it does.
     by_host = own["copies"] * traced.pageable / traced.copied if traced.copied else 0.0
     slower = max(0.0, idle - seen) * by_host / (by_host + seen) if by_host else 0.0
     idle -= slower

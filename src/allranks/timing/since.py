@@ -45,7 +45,7 @@ class Earlier:
 def comparable_before(run: RunDir) -> Iterator[RunDir]:
     """Earlier runs of the same job, layout and device that have ended, the newest first.
 
-    Cheap in a folder of many runs: their names say the job and the time.
+    Cheap even in a folder of many runs, since their names say the job and the time.
     """
     info, own = run.info(), NAME.fullmatch(run.name)
     if own is None or bench_of(info):

@@ -25,9 +25,9 @@ from allranks.timing.trace import (
     within,
 )
 
-# Between two operators, the Python code of any model takes this long: it is how torch is called.
+# Shorter gaps between operators are in any model's Python code: it is how torch is called.
 SHORT_GAP_SECONDS = 50e-6
-# Without samples, longer gaps are taken for code other than torch's.
+# Without samples, gaps longer than this are taken for code other than torch's.
 LONG_GAP_SECONDS = 500e-6
 MAX_LINES = 5
 # Calls in which the host waits until the device has finished.
@@ -218,7 +218,7 @@ def num_bytes(span: Span) -> int:
 
 
 def without(ours: Iterable[Interval], theirs: Sequence[Interval]) -> list[Interval]:
-    """The time that is in ours but not in theirs; each must be a union."""
+    """The time that is in ours but not in theirs; each must be sorted, as `union` returns it."""
     parts, first = [], 0
     for low, high in ours:
         while first < len(theirs) and theirs[first][1] <= low:
@@ -248,7 +248,7 @@ def synchronises(name: str) -> bool:
 
 
 def within_any(samples: Iterable[Sample], intervals: Sequence[Interval]) -> Iterator[Sample]:
-    """The samples in any of these intervals, which are a union."""
+    """The samples in any of these intervals, which must be sorted, as `union` returns them."""
     begins = [begin for begin, _ in intervals]
     for sample in samples:
         place = bisect.bisect_right(begins, sample.moment) - 1

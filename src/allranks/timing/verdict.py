@@ -1,4 +1,4 @@
-"""What limited a run, by what evidence, and what to type next: every command shows what is here."""
+"""What limited a run, on what evidence, and what to type next: all commands show this verdict."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ Limit = Literal[
     "too-short",
     "unknown",
 ]
-MOST_BYTES = 3 << 20  # of events, of all ranks together: takes a second on a busy machine
+MOST_BYTES = 3 << 20  # of all ranks' events: reading them takes a second on a busy machine
 LEAST_BYTES = 1 << 14  # of a rank
 TRACE_BYTES = 1 << 16  # by which a rank has written its first trace
 RUN_ERROR = 0.15  # of a share: how much it may differ in another run, or in steps not traced
 MOST_GAIN = 1000.0
-JITTER = 2.0  # times the border: ranks that take turns at being last are usual on busy machines
+JITTER = 2.0  # times the threshold: on busy machines, ranks usually take turns at being last
 MOST_EARLIER = 5  # runs that are judged to find one to compare with: some are too short
 EARLIER_BYTES = MOST_BYTES // 3
 
@@ -130,7 +130,7 @@ def _judge(
     thresholds: Thresholds,
     most: int = MOST_BYTES,
 ) -> tuple[Judgement, Timing | None]:
-    """A run by itself, and what was measured of it. `most`: bytes of events to be read."""
+    """Judges a run by itself; also returns what was measured. `most`: bytes of events to read."""
     attempts = run.attempts()
     if not attempts:
         return Judgement(verdict=unknown("it has not started yet")), None
@@ -207,11 +207,11 @@ def verdict_of(
 def read_ends_within(run: RunDir, attempt: int, most: int) -> dict[int, RankRecord]:
     """The first and the last events of all ranks, `most` bytes of them in all.
 
-    With many ranks, the trace of one of them at least is read.
+    Even with many ranks, at least one rank's trace is read.
     """
     ranks = run.ranks(attempt)
     each = max(LEAST_BYTES, most // len(ranks))
-    # Not of the first one, also of a node: it often does more than the others.
+    # Not the first rank, of the run or of a node: it often does more than the others.
     leasts = {sorted(ranks)[len(ranks) // 2 - 1]: TRACE_BYTES}
     return {
         rank: read_both_ends(run, attempt, rank, each, least=leasts.get(rank, 0)) for rank in ranks
@@ -249,8 +249,8 @@ def too_short(likely: Verdict, found: Measured) -> Verdict:
 def gain_of(limit: Limit, found: Measured) -> float:
     """How many times as fast a run can be, at most, without what limits it.
 
-    If the host no longer keeps a GPU waiting, it launches ahead: then what else it does may take no
-    time, unless that takes longer than what the GPU does.
+    If the host no longer keeps a GPU waiting, it launches ahead: what else it does then overlaps
+    with the rest of the step, and only the longer of the two counts.
     """
     left = {part: share for part, share in found.shares.items() if part != limit}
     if found.is_gpu and limit in ("host", "copies"):
@@ -274,7 +274,7 @@ def limit_of(facts: Facts) -> Limit:
 
 
 def is_sure(limit: Limit, found: Measured, limits: Thresholds) -> bool:
-    """Whether no other part could be the limit, by how much the shares vary over the run."""
+    """Whether no other part could be the limit, judging by how much the shares vary in the run."""
     if limit in LOCAL and not found.has_trace:
         return False
     shares = found.shares
@@ -294,7 +294,7 @@ def is_sure(limit: Limit, found: Measured, limits: Thresholds) -> bool:
 
 
 def is_positive(found: Measured, weights: Mapping[str, float], more: float = 0.0) -> bool:
-    """Whether a weighted sum of shares is positive, and not by chance."""
+    """Whether a weighted sum of shares, plus `more`, is positive by more than chance explains."""
 
     def total(shares: Shares) -> float:
         return more + math.fsum(weight * shares[part] for part, weight in weights.items())

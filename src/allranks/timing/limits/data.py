@@ -97,7 +97,7 @@ def staging(facts: Facts) -> str:
 
 
 def in_use(facts: Facts) -> float:
-    """CPUs that the ranks of a node and their workers use."""
+    """CPUs that the ranks of a node and their workers use, on average over the nodes."""
     means = [device_means(one) for one in facts.records.values()]
     each = [one.get("cpu", 0.0) + one.get("workers_cpu", 0.0) for one in means]
     return sum(each) / max(1, len(facts.nodes))

@@ -45,7 +45,7 @@ def compute(facts: Facts) -> Said:
 
 
 def second_of(facts: Facts) -> str:
-    """The next largest part, though it is not the limit."""
+    """Words for the largest part after compute; empty if it takes hardly any time."""
     shares = facts.found.shares
     part = max(TAKES, key=lambda part: shares[part])
     return f"; {TAKES[part]} {facts.share(part)}" if shares[part] >= WORTH_A_WORD else ""
@@ -76,7 +76,7 @@ def larger_kernels(facts: Facts) -> str:
 
 
 def idle(facts: Facts) -> Said:
-    """A GPU that is often idle, if only NVML says so."""
+    """What is said about a GPU that is often idle, if only NVML says so."""
     found, means = facts.found, [device_means(one) for one in facts.records.values()]
     totals = [one["memory_peak"] / one["memory_total"] for one in means if one.get("memory_total")]
     is_small = bool(totals) and max(totals) < facts.limits.memory
@@ -118,7 +118,7 @@ def host(facts: Facts) -> Said:
 
 
 def mostly_at(line: tuple[str, float], seconds: float) -> str:
-    """Where most of some seconds are spent, or how much of them at the line that takes longest."""
+    """In words, how much of these seconds is spent at the line that takes longest."""
     part = min(1.0, line[1] / max(seconds, 1e-9))
     return f"{'most' if part > 0.5 else percent(part, 0)} of it at {line[0]}"
 
@@ -130,12 +130,12 @@ def copies(facts: Facts) -> Said:
     is_back = traced.copied_back > traced.copied / 2
     line = traced.copying[0][0] if traced.copying else None
     where = f", {mostly_at(traced.copying[0], traced.parts['copies'])}" if line else ""
-    moved = f"{size(traced.copied)} a step, {size(traced.pageable)} of it in memory not pinned"
+    moved = f"{size(traced.copied)} a step, {size(traced.pageable)} of it in unpinned memory"
     loader = loader_of(facts, min(facts.records)) or {}
     if is_back and is_pageable:
         fix = "copy back less often, or into pinned memory: pinned.copy_(tensor, non_blocking=True)"
     elif is_back:
-        fix = "copy back less often; compute on the GPU what is made from it"
+        fix = "copy back less often, or do more of the work on the GPU"
     elif is_pageable and loader.get("pin_memory") is False:
         fix = "DataLoader(..., pin_memory=True) and .to(device, non_blocking=True)"
     elif is_pageable:

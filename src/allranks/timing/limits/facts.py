@@ -1,4 +1,4 @@
-"""What the texts of a verdict are made from, and the thresholds that make something a limit."""
+"""What the texts of a verdict are made from, and the thresholds above which a part is a limit."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Facts:
 
     @cached_property
     def typed(self) -> str:
-        """What is trained, as typed after a command."""
+        """The script or job file, as it is typed after a command such as `allranks run`."""
         if self.is_task:
             return "JOB.yaml"
         program, _, rest = str(self.run.job().get("command") or "").partition(" ")

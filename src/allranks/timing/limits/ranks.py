@@ -1,4 +1,4 @@
-"""What is said about ranks that spend long exchanging data, or waiting for one of them."""
+"""What is said about ranks that spend much time exchanging data, or waiting for one of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from allranks.timing.steps import ENOUGH_STEPS, SLOWER_IN
 from allranks.timing.timeline import BACKWARD, FORWARD
 
 HEAVY = 1.5  # times the forward pass of a light step
-ALIKE = 0.8  # how closely forward and backward passes grow together
+ALIKE = 0.8  # correlation of forward and backward passes: at least, if batches differ in length
 SLOWER_CPU = 1.5  # times as long: less may be the CPU rather than the work
-HEAVIER, ALIKE_FACTORS = 1.15, 1.3  # times the others' passes, and how far two such factors differ
+HEAVIER, ALIKE_FACTORS = 1.15, 1.3  # times the others' passes; how far two such factors may differ
 OWN_PART = 0.3  # of how long the others wait for a rank: a part that explains this much is named
 LOG_BYTES = 1 << 18  # of the beginning of a log, where NCCL names its network
 NCCL_LINES = re.compile(
@@ -54,7 +54,7 @@ LogLine = tuple[str, int, str]  # file, number, text
 
 
 def sockets_words(facts: Facts) -> str | None:
-    """What to do about NCCL over TCP between nodes; None where that is not seen."""
+    """What to do about NCCL over TCP between nodes; None if its log does not show that."""
     if len(facts.nodes) < 2:
         return None
     lines = nccl_lines(facts.run.log(facts.attempt, rank) for rank in facts.records)
@@ -127,7 +127,7 @@ def uneven_lengths(facts: Facts) -> tuple[float, float] | None:
 
 
 def taking_turns(facts: Facts, evidence: str) -> Said:
-    """Ranks that wait for whichever is slowest in a step."""
+    """What is said about ranks that wait for whichever of them is slowest in a step."""
     share = facts.share("straggler")
     if (lengths := uneven_lengths(facts)) is not None:
         least, most = map(duration, lengths)
@@ -153,7 +153,7 @@ def taking_turns(facts: Facts, evidence: str) -> Said:
 
 
 def slow_because(facts: Facts, rank: int) -> Reason:
-    """The first reason that explains it: its work, its GPU, its own code."""
+    """Why a rank is slow, by the first reason that applies: its samples, machine, or own code."""
     samples = {one: record.mean("samples") or 0.0 for one, record in facts.records.items()}
     average = statistics.fmean(samples.values())
     if average and samples[rank] >= facts.limits.balance * average:
@@ -194,13 +194,16 @@ def own_code(facts: Facts, rank: int) -> Reason:
             return Reason(words=words, cause="slow-rank", fix=fix, line=line)
     if factor is not None:
         fix = f"compare the lengths of its samples with the others'; otherwise {fix}"
-    # One CPU may be slower than another for a while: they share caches and memory, and machines.
+    # A CPU may be slower for a while: it shares caches, memory and its host with others.
     is_chance = factor is not None and factor < SLOWER_CPU and not facts.found.is_gpu
     return Reason(words=where, cause="slow-rank", fix=fix, is_sure=not is_chance)
 
 
 def heavier(facts: Facts, rank: int) -> float | None:
-    """How many times as long both of a rank's passes take; None unless both take longer."""
+    """How many times as long a rank's passes take as those of the middle rank.
+
+    None unless both passes take longer, by similar factors.
+    """
     first, middle = facts.found.timing.first_step, facts.found.timing.middle_rank
     factors = []
     for phase in (FORWARD, BACKWARD):
