@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from tests.verdict_runs import HEALTHY, planted
+from torch.overrides import TorchFunctionMode
 
 from allranks.probe import memory_use
 from allranks.probe.memory_use import LineWatch
 from allranks.run.record import RankRecord
-from allranks.timing.memory import Point, growing_memory, steady_growth
+from allranks.timing.memory import STEADY_AT_LINE, Point, growing_memory, steady_growth
 from allranks.timing.verdict import judge
 
 MIB = 1 << 20
@@ -46,6 +47,7 @@ def test_a_leak_is_steady_growth() -> None:
         lambda step: 0.0,
         lambda step: 0.01 * step,  # a list of losses
         lambda step: 500 * (1 - math.exp(-step / 60)),  # caches fill
+        lambda step: 2000 * (1 - math.exp(-step / 300)),
         lambda step: 40 * math.log(step),  # shapes that are seen for the first time
         lambda step: min(step, 300),  # a data set keeps what it reads in the first epoch
         lambda step: 100.0 * (step // 250),  # an allocator takes more, now and then
@@ -56,6 +58,7 @@ def test_a_leak_is_steady_growth() -> None:
 )
 def test_healthy_loops_do_not_grow(used: Callable[[int], float]) -> None:
     assert steady_growth(points(used)) is None
+    assert steady_growth(points(used), STEADY_AT_LINE) is None
     assert steady_growth(points(lambda step: step, steps=40)) is None  # too short to say
 
 
@@ -113,6 +116,48 @@ class Recorder:
         label = "other"
 
 
+def test_tensors_are_counted_without_the_scripts_own_code() -> None:
+    called = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            called.append(function)
+            return function(*args, **(kwargs or {}))
+
+    one = torch.ones(3, 5, 7)
+    with Mode():
+        counted = memory_use.count_tensors("host")
+    assert counted[tuple(one.shape), one.dtype] >= 1 and not called
+
+
+def test_a_watch_leaves_a_debugger_alone_and_ends_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder: Any = Recorder
+
+    def debugger(*event: Any) -> None:
+        return None
+
+    before = sys.gettrace()
+    watch = LineWatch("host", 1.0, recorder)
+    sys.settrace(debugger)
+    try:
+        watch.start(None)
+        assert sys.gettrace() is debugger and not tracemalloc.is_tracing()
+    finally:
+        sys.settrace(before)
+        watch.leave()
+    monkeypatch.setattr(memory_use, "MOST_WATCH_SECONDS", -1.0)
+    step = own_code("def step(kept):\n    a = 1\n", tmp_path)
+    watch = LineWatch("host", 1.0, recorder)
+    watch.start(None)
+    try:
+        step([])
+        assert watch.is_late and sys.gettrace() is None
+    finally:
+        watch.leave()
+
+
 def test_a_watch_that_takes_long_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = own_code("def step(kept):\n    a = 1\n    kept.append(a)\n", tmp_path)
     monkeypatch.setattr(memory_use, "MOST_SECONDS", -1.0)
@@ -149,6 +194,12 @@ def own_code(text: str, tmp_path: Path) -> Callable[[list[Any]], None]:
         (
             2,
             "def step(kept):\n    a = bytearray(1 << 16)\n    b = torch.ones(99)\n    kept += a,\n",
+        ),
+        (  # a loss keeps a graph too, but nothing of it after its backward pass
+            3,
+            "w = torch.ones(250_000, requires_grad=True)\ndef step(kept):\n"
+            "    kept.append(w.detach() * 2)\n    loss = w.sum()\n    loss.backward()\n"
+            "    kept.append(loss)\n",
         ),
         (  # what is large is in its graph
             4,

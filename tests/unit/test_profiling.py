@@ -107,7 +107,7 @@ def test_a_trace_ends_when_a_graph_is_captured_and_another_may_follow(recorder: 
     session = Session(any_recorder, profilers)
     session.start(1, lambda why: None, at_once=True)
     profilers.graph_begins()
-    assert session.made is not None and not profilers.is_running
+    assert session.made is not None and session.is_before_graph and not profilers.is_running
     session.close()
     assert profilers.why_not() is None
 

@@ -121,7 +121,7 @@ def test_a_gpu_and_what_its_host_does_while_it_is_idle() -> None:
     found = reduced(gpu_events(waits=False), samples=samples)
     assert (found["device"], found["kernels"], found["copied"]) == ("cuda", 2, 4000)
     assert (found["pageable"], found["copied_back"]) == (4000, 0)
-    assert found["copying"] == [["train.py:60", pytest.approx(100e-6)]]
+    assert found["copying"] == [["train.py:60", pytest.approx(5e-6)]]  # the call took no longer
     assert micros(found, "busy", "compute", "copies", "exchanges") == [550, 400, 100, 50]
     launching = 80 + 30 + 150  # calls, a short gap after them, and one operator
     assert micros(found, "host", "launches") == [450 - launching, launching]

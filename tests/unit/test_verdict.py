@@ -127,6 +127,19 @@ def test_without_a_trace_nothing_local_is_sure(tmp_path: Path) -> None:
     assert (found.limit, found.sure) == ("data", True)
 
 
+@pytest.mark.parametrize(("pageable", "are_longer"), [(4e8, True), (0.0, False)])
+def test_only_copies_by_the_host_may_be_a_bit_slower_than_in_the_trace(
+    tmp_path: Path, pageable: float, are_longer: bool
+) -> None:
+    """Traced steps of 90 ms, others of 100: the copies take longer, or nobody knows what does."""
+    shown = {0: gpu_trace(20.0, copies=68.0, copied=4e8, pageable=pageable, host=1.0, launches=1.0)}
+    found = verdict_of(planted(tmp_path, HEALTHY, traces=shown))
+    assert (found.limit, found.shares["copies"] > 0.75) == ("copies", are_longer)
+    few = {0: gpu_trace(72.0, copies=4.0, copied=4e8, pageable=pageable, host=0.5, launches=0.5)}
+    found = verdict_of(planted(tmp_path / "few", HEALTHY, traces=few))
+    assert not found.sure and found.shares["copies"] < 0.06
+
+
 AT_9: Any = {"copying": [["train.py:9", 0.06]]}
 
 

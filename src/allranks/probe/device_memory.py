@@ -30,6 +30,7 @@ class DeviceMemory:
         self.recorder = recorder
         self._own: Callable[..., Any] | None = None  # torch's function, once it has recorded
         self._timer: threading.Timer | None = None  # while recording
+        self._has_tried = False
         self._is_scripts = False  # whether the script records memory itself
         recorder.at_loading.append(self._at_loading)
         recorder.at_step.append(self._at_step)
@@ -39,13 +40,12 @@ class DeviceMemory:
         """Record from the first batch on, or after a step, if the model is on a GPU by then."""
         import torch
 
-        if torch.cuda.is_initialized():
-            with suppress(ValueError):
-                self.recorder.at_loading.remove(self._at_loading)
+        if torch.cuda.is_initialized() and not self._has_tried:
+            self._has_tried = True
             self._try(self._start)
 
     def _at_step(self, step: int) -> None:
-        if step < RECORDED_STEPS and self._timer is None:  # without a loader
+        if step < RECORDED_STEPS:  # there may be no loader
             self._at_loading()
         if step >= RECORDED_STEPS:
             self.recorder.at_step.remove(self._at_step)

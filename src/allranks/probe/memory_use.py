@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 import tracemalloc
@@ -30,6 +31,7 @@ LEAST_SHARE = 0.3  # of the growth: a line that keeps less does not explain it
 # Following stops after this many executed lines, or this many seconds: some scripts run very many,
 # and where garbage collection is off, the youngest objects are all objects.
 MOST_LINES, MOST_SECONDS = 20_000, 0.6
+MOST_WATCH_SECONDS = 5.0  # in all, since following makes the script slower as well
 MOST_CALLS = 20  # of the stack in which an object is made, from the innermost outwards
 STATM = Path("/proc/self/statm")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -48,12 +50,17 @@ class MemoryUse:
         self._looks: dict[Where, int] = {"host": 0, "device": 0}
         self._statm = os.open(STATM, os.O_RDONLY | os.O_CLOEXEC)
         recorder.at_step.append(self.at_step)
+        recorder.at_writing.append(self.at_writing)
         recorder.at_fork.append(self._forget)
 
     def at_step(self, step: int) -> None:
         if self._watch is not None:
-            with uncompiled():
-                self._follow(self._watch, step)
+            try:
+                with uncompiled():
+                    self._follow(self._watch, step)
+            except Exception:  # odd tensors: only their line is not found
+                self._watch.leave()
+                self._watch = None
             return
         now = perf_counter()
         self._first = self._first or now
@@ -66,6 +73,11 @@ class MemoryUse:
             if self.looks_for_lines:
                 with uncompiled():
                     self._look_for_growth(step)
+
+    def at_writing(self) -> None:
+        """Called now and then by the thread that writes: a watch may be in the way of no steps."""
+        if self._watch is not None and self._watch.is_late:
+            self._watch.leave()
 
     def _sample(self, step: int, now: float) -> None:
         used: dict[Where, int] = {"host": self.host_bytes()}
@@ -86,8 +98,9 @@ class MemoryUse:
                 continue
             self._looks[where] += 1
             self._watch = LineWatch(where, growth[0], self.recorder)
-            steps = COUNTED_STEPS + WATCHED_STEPS + LATER_STEPS
-            timeline.traced.update(range(step + 1, step + 1 + steps))
+            watched = step + 1 + COUNTED_STEPS
+            timeline.traced.add(step + 1)  # which counting has delayed
+            timeline.traced.update(range(watched, watched + WATCHED_STEPS + LATER_STEPS))
             return
 
     def _follow(self, watch: LineWatch, step: int) -> None:
@@ -123,6 +136,13 @@ class MemoryUse:
         return int(torch.cuda.memory_allocated(self.recorder.device))
 
 
+def own_references() -> int:
+    """How many references a function has to an object that only it holds, and counts."""
+    one = object()
+    return sys.getrefcount(one)
+
+
+OWN_REFERENCES = own_references()  # fewer since Python 3.14
 Place = tuple[str, int, bool]  # file, line, and whether data is being loaded
 Kind = tuple[tuple[int, ...], Any]  # of a tensor: shape, type of its elements
 
@@ -144,7 +164,7 @@ class _Tensor:
         one = self.reference()
         if one is None:
             return
-        more = sys.getrefcount(one) - 2 - len(self.holders)  # without `one` and the argument
+        more = sys.getrefcount(one) - OWN_REFERENCES - len(self.holders)
         self.holders += [at] * more
         for _ in range(-more):
             self.holders.remove(at if at in self.holders else self.holders[0])
@@ -153,9 +173,9 @@ class _Tensor:
 class LineWatch:
     """Which lines of the user's code make or keep what still exists some steps later.
 
-    Tensors are found among Python's youngest objects, after each line: those of the kinds of which
-    some steps have left more, or all if there is no such kind. tracemalloc knows everything else
-    that Python allocates, and numpy's arrays.
+    Tensors are found among Python's youngest objects, after each line: large ones, and those of the
+    kinds of which some steps have left more; all, if there is no such kind. tracemalloc knows
+    everything else that Python allocates, and numpy's arrays.
     """
 
     def __init__(self, where: Where, bytes_per_step: float, recorder: Recorder) -> None:
@@ -171,13 +191,17 @@ class LineWatch:
         self._arrays: dict[Place, float] = {}
         self._places: set[Place] = set()
         self._num_lines, self._seconds = 0, 0.0
+        self._until = math.inf  # by then it ends, whatever the script does
         self._own: dict[str, bool] = {}  # by file
         self._frames: list[FrameType] = []
         self._is_on = False
         self._has_tracemalloc = False
 
     def start(self, frame: FrameType | None) -> None:
-        """Follow the lines of the user's code from here on."""
+        """Follow the lines of the user's code from here on, unless it is being debugged by now."""
+        if sys.gettrace() is not None:
+            return
+        self._until = perf_counter() + MOST_WATCH_SECONDS
         more = count_tensors(self.where) - self._before
         self._kinds = {kind for kind, number in more.items() if number >= COUNTED_STEPS - 1}
         self._harvest()  # what exists already
@@ -206,26 +230,29 @@ class LineWatch:
     def kept(self) -> dict[Place, float]:
         """Bytes of a step that are still in use, by the line that made them.
 
-        The last tensor of a step with a graph may keep everything that grows: no Python object
-        shows what a graph keeps.
+        The last tensor of a step with a graph may keep everything that no line explains: no Python
+        object shows what a graph keeps.
         """
         found: defaultdict[Place, float] = defaultdict(float, self._arrays)
         seen: set[int] = set()
         graphs: dict[int, Place] = {}  # by step
-        for one in self._tensors.values():
-            tensor, place = one.reference(), one.holders[-1] if one.holders else None
-            # Not of the first step, which was not followed from its beginning.
-            if tensor is None or place is None or not one.step:
-                continue
-            with suppress(Exception):  # one without a storage
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in seen and (self.where == "device") == tensor.is_cuda:
-                    seen.add(storage.data_ptr())
-                    found[place] += storage.nbytes() / (WATCHED_STEPS - 1)
-                    if tensor.grad_fn is not None:
-                        graphs[one.step] = place
+        with only_torchs_code():
+            for one in self._tensors.values():
+                tensor, place = one.reference(), one.holders[-1] if one.holders else None
+                # Not of the first step, which was not followed from its beginning.
+                if tensor is None or place is None or not one.step:
+                    continue
+                with suppress(Exception):  # one without a storage
+                    storage = tensor.untyped_storage()
+                    is_there = (self.where == "device") == tensor.is_cuda
+                    if is_there and storage.data_ptr() not in seen:
+                        seen.add(storage.data_ptr())
+                        found[place] += storage.nbytes() / (WATCHED_STEPS - 1)
+                        if tensor.grad_fn is not None:
+                            graphs[one.step] = place
+        unexplained = max(0.0, self.bytes_per_step - math.fsum(found.values()))
         for place in graphs.values():
-            found[place] += self.bytes_per_step / (WATCHED_STEPS - 1)
+            found[place] += unexplained / (WATCHED_STEPS - 1)
         return found
 
     def stop(self) -> None:
@@ -233,6 +260,10 @@ class LineWatch:
         if self._has_tracemalloc:
             self._take_arrays()
         self.leave()
+
+    @property
+    def is_late(self) -> bool:
+        return perf_counter() > self._until
 
     def leave(self) -> None:
         """Leave nothing behind."""
@@ -264,7 +295,10 @@ class LineWatch:
         return (file, line, True) in self._places
 
     def _at_call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._in_own if self._is_on and self._is_own(frame) else None
+        if not self._is_on or self.is_late:
+            self._stop_following()
+            return None
+        return self._in_own if self._is_own(frame) else None
 
     def _in_own(self, frame: FrameType, event: str, arg: Any) -> Any:
         try:
@@ -305,12 +339,20 @@ class LineWatch:
             known = self._known.get(id(one))
             if known is None or known() is not one:
                 self._known[id(one)] = reference = weakref.ref(one)
-                if not self._kinds or kind_of(one) in self._kinds:
+                if self._is_followed(one):
                     self._tensors[id(one)] = _Tensor(reference, self._step)
         one = None
         for tensor in self._tensors.values():
             if tensor.step >= self._step - 1:
                 tensor.count_holders(self._at)
+
+    def _is_followed(self, tensor: Any) -> bool:
+        if not self._kinds:
+            return True
+        with suppress(Exception), only_torchs_code():  # one without a size
+            is_large = tensor.nbytes >= LEAST_SHARE * self.bytes_per_step > 0
+            return is_large or kind_of(tensor) in self._kinds
+        return False
 
     def _caller(self, frame: FrameType) -> Place | None:
         back = frame.f_back
@@ -339,19 +381,28 @@ def count_tensors(where: Where) -> Counter[Kind]:
     import torch
 
     found: Counter[Kind] = Counter()
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor):
-            with suppress(Exception):  # one without a storage
-                if one.is_cuda == (where == "device"):
-                    found[kind_of(one)] += 1
+    types: dict[type, bool] = {}
+    with only_torchs_code():
+        for one in gc.get_objects():
+            kind = type(one)
+            if kind not in types:
+                types[kind] = issubclass(kind, torch.Tensor)
+            if types[kind]:
+                with suppress(Exception):  # one without a size
+                    if one.is_cuda == (where == "device"):
+                        found[kind_of(one)] += 1
     return found
 
 
 def kind_of(tensor: Any) -> Kind:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def only_torchs_code() -> Any:
+    """A context in which tensors are read without the script's own subclasses and modes."""
     import torch
 
-    with torch._C.DisableTorchFunctionSubclass():
-        return tuple(tensor.shape), tensor.dtype
+    return torch._C.DisableTorchFunction()
 
 
 def shown_path(file: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from allranks.probe.compilers import uncompiled
 from allranks.probe.profilers import Profilers, export
 from allranks.probe.recorder import Recorder
-from allranks.probe.tracing import Session
+from allranks.probe.tracing import GRAPHS, MAX_ATTEMPTS, Session
 from allranks.show.numbers import size
 from allranks.timing.trace import read_trace
 
@@ -41,6 +41,7 @@ class Profile:
         self.num_steps = num_steps
         self._next: Callable[[int], None] = self._wait
         self._seen = 0  # ends of steps
+        self._tries = 0
         self._session: Session | None = None
         self._is_over = False
         recorder.at_step.append(self.at_step)
@@ -106,12 +107,16 @@ class Profile:
 
     def _trace(self, step: int) -> None:
         session = self._started()
-        if session.made is not None and session.num_steps == 0:  # a graph was captured: again
+        if session.is_before_graph:
+            self._tries += 1
+            if self._tries >= MAX_ATTEMPTS:
+                self._give_up(GRAPHS)
+                return
             session.close()
             self._next = self._pause
             return
         session.end_step(step)
-        if session.made is not None or session.num_steps >= self.num_steps:
+        if session.num_steps >= self.num_steps:
             session.end()
             self._export()
 

@@ -10,15 +10,18 @@ import ctypes
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from allranks.probe.compilers import unseen_by_compilers
 from allranks.probe.recorder import Recorder
 
 SILENT = 6  # above the highest level of messages in Kineto's log
+PREPARE_SECONDS = 0.05  # ten times what torch's thread takes to prepare unloading
 LOG_LEVEL = "_ZN9libkineto6Logger14severityLevel_E"
 ELSEWHERE = "torch was imported by a thread other than the one that trains"
 ITS_OWN = "the script uses a profiler of its own"
@@ -37,7 +40,7 @@ class Profilers:
         self.interrupted: Callable[[str], None] | None = None  # called if the running one must end
         self.paused: Callable[[], None] | None = None  # likewise, but a later one may follow
         self._has_graphs = False  # CUDA's: they may crash once what traces a GPU is unloaded
-        self._is_unloading = False
+        self._unloading_since: float | None = None
         self._running: Any = None
         self._thread = 0  # in which it runs
         self._importer = threading.get_ident()  # of torch
@@ -103,7 +106,7 @@ class Profilers:
         if not waits:
             made.use_device = None
         unloads &= self.recorder.device is not None and not self._has_graphs
-        self._is_unloading = unloads
+        self._unloading_since = perf_counter() if unloads else None
         with silence(), unloading() if unloads else nullcontext():
             self._end_functions()
             made.__exit__(None, None, None)
@@ -114,10 +117,11 @@ class Profilers:
 
         A thread of torch's prepares it, and the next call of the device's library does it.
         """
-        if self._is_unloading:
+        if self._unloading_since is not None and not self.is_capturing:
             import torch
 
-            self._is_unloading = False
+            time.sleep(max(0.0, self._unloading_since + PREPARE_SECONDS - perf_counter()))
+            self._unloading_since = None
             torch.cuda.current_stream(self.recorder.device).query()
 
     def end(self, why: str) -> None:
@@ -130,10 +134,12 @@ class Profilers:
 
     def made_by_script(self) -> None:
         if not self._is_making:
+            self.settle()
             self.end(ITS_OWN)
 
     def graph_begins(self) -> None:
         """Nothing is traced while a graph is captured."""
+        self.settle()
         self._has_graphs = True
         if self.is_running and threading.get_ident() == self._thread and self.paused is not None:
             self.paused()

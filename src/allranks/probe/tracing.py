@@ -52,6 +52,7 @@ LATER, LATER_SHARE = 2, 0.005
 # its files late.
 AHEAD_SECONDS, AHEAD_ELSEWHERE_SECONDS = 5.0, 90.0
 ANNOUNCED = ".next-trace.json"  # in the attempt's folder
+GRAPHS = "a CUDA graph was captured during every trace"
 INTERRUPTED = "every trace was interrupted by something like an evaluation or a checkpoint"
 
 
@@ -72,6 +73,7 @@ class Session:
         self.is_last = is_last  # no other follows even if this one is interrupted
         self.ends: dict[int, float] = {}  # of the traced steps
         self.made: Any = None  # what has been traced, once it has ended
+        self.is_before_graph = False  # whether it ended because a CUDA graph was captured
         self._began = 0.0
         self._start_seconds = 0.0
         self._sampler = Sampler(self._look)
@@ -93,7 +95,7 @@ class Session:
         timeline.kept = []
         timeline.traced.update((step, step + 1) if timeline.is_taken else (step + 1,))
         self.profilers.interrupted = interrupted
-        self.profilers.paused = lambda: self.end(waits=False)
+        self.profilers.paused = self._end_before_graph
         self.profilers.start()
         self._sampler.start()
         self._start_seconds = perf_counter() - self._began
@@ -118,6 +120,10 @@ class Session:
         """Stop whatever is running."""
         self._sampler.stop()
         self.made = self.profilers.stop(waits=waits, unloads=unloads) or self.made
+
+    def _end_before_graph(self) -> None:
+        self.is_before_graph = True
+        self.end(waits=False)
 
     def _look(self, now: float) -> None:
         """Stop if a step takes too long. Called from a signal handler, so it does nothing else."""
@@ -272,8 +278,11 @@ class Tracer:
         if session.made is None and session.num_steps < self._num_steps:
             return
         session.end()
+        if session.is_before_graph:  # the steps that it replays are not like these
+            self._try_again(step, GRAPHS)
+            return
         if session.num_steps < LEAST_STEPS:
-            self._try_again(step)
+            self._try_again(step, INTERRUPTED)
             return
         collects = gc.isenabled()
         gc.disable()  # it would go through all of torch's objects again and again
@@ -294,14 +303,14 @@ class Tracer:
             with suppress(ValueError):
                 self.recorder.at_writing.remove(self._tell_or_hear)
 
-    def _try_again(self, step: int) -> None:
+    def _try_again(self, step: int, why: str) -> None:
         self._rest()
         if self._traced_after:
             self._traced_after = perf_counter() - self._began
         elif self._attempts < MAX_ATTEMPTS:
             self._start_after = step + 1
         else:
-            self.give_up(INTERRUPTED)
+            self.give_up(why)
 
     def _read(self, made: Any) -> Trace:
         with tempfile.TemporaryDirectory(prefix="allranks-") as folder:

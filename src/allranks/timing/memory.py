@@ -108,6 +108,8 @@ def steady_growth(points: Sequence[Point], steady: float = STEADY) -> tuple[floa
     total = at_edges[-1] - at_edges[0]
     if total < LEAST_BYTES or min(gains) < steady * max(gains):
         return None
+    if min(gains) < STEADY * max(gains) and gains == sorted(gains, reverse=True):
+        return None  # it grows less and less, as a cache does
     seconds = points[-1].time - points[0].time
     return total / (last - points[0].step), total / seconds if seconds > 0 else 0.0
 

@@ -24,13 +24,14 @@ Shares = dict[str, float]
 
 LIMITS = ("compute", "launches", "host", "copies", "data", "communication", "straggler", "pauses")
 LOCAL = ("compute", "launches", "host", "copies")  # what only a trace can divide
-DOUBT = "doubt"  # by how much the shares of host and launches may be wrong
+DOUBT = "doubt"  # by how much the shares of host, launches and copies may be wrong
 FAR = 0.3  # of a usual step: in a pause, `other` exceeds the usual by more than this
 HEAVY = 1.3  # times the usual backward pass
 CHANCE = 4.0  # times what a busy machine would explain
 FEW = 0.25  # of the steps: what happens in more of them is no pause
 PLACES, PLACE_BYTES = 12, 1 << 14  # in a long file: steps are read there to see how long one takes
 NO_WAIT = {WAIT: math.inf}
+MOST_SLOWER = 0.25  # of the time for copies: by how much they may be slower in other steps
 SLOWED = 2.5  # times: more is not explained by tracing short operators on a CPU
 # Traced steps may take this many times as long as others, besides what the trace has cost.
 LIKE_OTHERS = (0.75, 1.33)
@@ -71,7 +72,7 @@ class Measured:
     problem: str | None = None  # why there is no trace
     is_gpu: bool = False
     utilization: float | None = None  # of the GPUs, by NVML, where there is no trace
-    doubt: float = 0.0  # by how much the shares of host and launches may be wrong
+    doubt: float = 0.0  # by how much the shares of host, launches and copies may be wrong
     burst: float = 0.0  # the share of the time for data that falls into a few steps
 
     @property
@@ -450,9 +451,11 @@ def of_local(local: float, traced: Traced) -> Shares:
     scale = min(1.0, local / working) if working else 1.0
     idle = max(0.0, local - working)
     seen = own["host"] + own["launches"]
+    unseen = max(0.0, idle - seen)
     # The host copies memory that is not pinned, so that time varies like all else that it does.
     by_host = own["copies"] * traced.pageable / traced.copied if traced.copied else 0.0
-    slower = max(0.0, idle - seen) * by_host / (by_host + seen) if by_host else 0.0
+    part = by_host / (by_host + seen) if by_host else 0.0
+    slower = min(MOST_SLOWER * by_host, unseen * part)
     idle -= slower
     likely = idle * own["host"] / seen if seen else idle
     host = min(idle, max(own["host"], likely))
@@ -463,5 +466,5 @@ def of_local(local: float, traced: Traced) -> Shares:
         "host": host,
         "launches": idle - host,
         # If traced steps are idle for longer than others, which of the two is longer is not known.
-        DOUBT: host - likely + max(0.0, idle - seen),
+        DOUBT: host - likely + unseen,
     }

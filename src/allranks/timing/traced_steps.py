@@ -79,7 +79,8 @@ def reduce_trace(
 
 def longest(lines: Lines, steps: int) -> list[list[Any]]:
     """The lines that took longest, with their seconds in a step."""
-    found = sorted(lines.items(), key=lambda item: -item[1])[:MAX_LINES]
+    taken = {line: seconds for line, seconds in lines.items() if seconds > 0}
+    found = sorted(taken.items(), key=lambda item: -item[1])[:MAX_LINES]
     return [[line, round(seconds / steps, 7)] for line, seconds in found]
 
 
@@ -147,11 +148,12 @@ def on_device(
     computing = within(union((s.begin, s.end) for s in kernels), begin, end)
     working = union([*computing, *within(((s.begin, s.end) for s in copies), begin, end)])
     busy = union([*working, *within(((s.begin, s.end) for s in exchanges), begin, end)])
-    host = idle_host(trace, without(gaps(busy, begin, end), away), samples)
-    copying = copying_lines(trace, samples)
-    # A line that mostly copies also allocates the memory for that, and waits for it.
-    at_both = [line for line in copying if 0 < host.lines.get(line, 0.0) < copying[line]]
-    around = {line: host.lines.pop(line) for line in at_both}
+    host, waited = idle_host(trace, without(gaps(busy, begin, end), away), samples)
+    copying = copying_lines(trace, computing, samples)
+    # Where a line has waited for a copy, the idle time that follows is the copy's as well.
+    around = {line: took for line, took in waited.items() if took < copying.get(line, 0.0)}
+    for line, took in around.items():
+        host.lines[line] -= took
     totals = {
         "busy": length(busy),
         "compute": length(computing),
@@ -168,8 +170,10 @@ def on_device(
     return totals, {"lines": host.lines, "copying": copying}
 
 
-def idle_host(trace: Trace, idle: Sequence[Interval], samples: Sequence[Sample]) -> HostTime:
-    """What the host did while the device was idle.
+def idle_host(
+    trace: Trace, idle: Sequence[Interval], samples: Sequence[Sample]
+) -> tuple[HostTime, Lines]:
+    """What the host did while the device was idle, and how much of that follows waits, by line.
 
     Once the host has waited for the device, the device is idle whatever the host does next: the
     whole gap is host time, at the lines that wait.
@@ -185,15 +189,16 @@ def idle_host(trace: Trace, idle: Sequence[Interval], samples: Sequence[Sample])
     found = host_time(outside, samples)
     found.add(length(others) - length(outside), in_torch=True)
     lines = Counter(s.line for s in within_any(samples, union([*follows, *waits])) if s.line)
-    for line, number in lines.items():
-        found.add(length(follows) * number / lines.total(), in_torch=False, line=line)
-    if not lines:
+    waited = {line: length(follows) * n / lines.total() for line, n in lines.items()}
+    for line, took in waited.items():
+        found.add(took, in_torch=False, line=line)
+    if not waited:
         found.add(length(follows), in_torch=False)
-    return found
+    return found, waited
 
 
-def copying_lines(trace: Trace, samples: Sequence[Sample]) -> Lines:
-    """The lines that waited while the device copied, as they do if memory is not pinned."""
+def copying_lines(trace: Trace, computing: Sequence[Interval], samples: Sequence[Sample]) -> Lines:
+    """The lines that waited while the device only copied, as they do if memory is not pinned."""
     lines: Lines = {}
     moments = [sample.moment for sample in samples]
     ends = {span.begin: span.end for span in trace.runtime}
@@ -203,8 +208,12 @@ def copying_lines(trace: Trace, samples: Sequence[Sample]) -> Lines:
             continue
         low, high = (bisect.bisect_left(moments, when) for when in (asked, ends.get(asked, asked)))
         seen = [sample.line for sample in samples[low:high] if sample.line is not None]
+        if not seen:
+            continue
+        alone = length(without([(span.begin, span.end)], computing))
+        took = min(alone, ends.get(asked, asked) - asked)
         for line in seen:
-            lines[line] = lines.get(line, 0.0) + span.seconds / len(seen)
+            lines[line] = lines.get(line, 0.0) + took / len(seen)
     return lines
 
 

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -264,13 +264,14 @@ def gain_of(limit: Limit, found: Measured) -> float:
 def limit_of(facts: Facts) -> Limit:
     """The part whose removal gains most; compute if none gains enough."""
     shares, limits = facts.found.shares, facts.limits
+    gain = partial(gain_of, found=facts.found)
     least = limits.least_ms / 1e3 / facts.found.step_seconds
     borders = {part: max(limits.of(part), least) for part in LIMITS[1:]}
     if shares["straggler"] >= borders["straggler"] and is_jitter(facts):
         borders["straggler"] *= JITTER
-    enough = [part for part in borders if shares[part] and shares[part] >= borders[part]]
-    best: Any = max(enough, key=lambda part: shares[part], default="compute")
-    return best  # type: ignore[no-any-return]
+    enough: list[Any] = [one for one in borders if shares[one] and shares[one] >= borders[one]]
+    best: Limit = max(enough, key=gain, default="compute")
+    return best
 
 
 def is_sure(limit: Limit, found: Measured, limits: Thresholds) -> bool:
@@ -302,5 +303,5 @@ def is_positive(found: Measured, weights: Mapping[str, float], more: float = 0.0
     each = [total(shares) for shares in found.blocks]
     error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.inf
     least = RUN_ERROR * max(found.shares[part] for part in weights)
-    least += found.doubt * len(weights.keys() & {"host", "launches"})
+    least += found.doubt * len(weights.keys() & {"host", "launches", "copies"})
     return total(found.shares) > SURE * error + least

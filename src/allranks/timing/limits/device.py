@@ -22,8 +22,7 @@ BY_NVML = "as nvidia-smi counts it"
 def compute(facts: Facts) -> Said:
     found, device = facts.found, "the GPU" if facts.found.is_gpu else "torch"
     if found.typical is not None:
-        busy = found.shares["compute"] + found.shares["copies"] * found.is_gpu
-        why = f"{device} computes {percent(busy, 0)} of the time{second_of(facts)}"
+        why = f"{device} computes {facts.share('compute')} of the time{second_of(facts)}"
     elif found.utilization is not None:
         why = f"the GPU is in use {percent(found.utilization, 0)} of the time, {BY_NVML}"
     else:
