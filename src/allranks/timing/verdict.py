@@ -114,7 +114,10 @@ def judge(
     `measured`, `records`: if the caller has read them already.
     """
     try:
-        found, measured = _judge(run, measured, records, thresholds or Thresholds())
+        if records is None and thresholds is None and event_bytes(run) <= EARLIER_BYTES:
+            found, measured = _judge_briefly(run)
+        else:
+            found, measured = _judge(run, measured, records, thresholds or Thresholds())
         if found.verdict.shares and (before := _earlier(run.path)) is not None:
             since = before.until(found.verdict.shares, measured.pace if measured else None)
             return dataclasses.replace(found, since=since)
@@ -153,12 +156,25 @@ def _judge(
     return found, measured
 
 
+def _judge_briefly(run: RunDir) -> tuple[Judgement, Timing | None]:
+    """Judges a run by at most `EARLIER_BYTES` of events; once, as the next is compared with it."""
+    attempt = max(run.attempts(), default=0)
+    return _judge_once(run.path, run.state(), attempt, event_bytes(run))
+
+
+@lru_cache(maxsize=64)
+def _judge_once(
+    path: Path, state: str, attempt: int, num_bytes: int
+) -> tuple[Judgement, Timing | None]:
+    return _judge(RunDir(path), None, None, Thresholds(), EARLIER_BYTES)
+
+
 @lru_cache(maxsize=256)  # what has ended before a run began does not change
 def _earlier(path: Path) -> Earlier | None:
     """What was concluded about the last run that is like this one."""
     for run in itertools.islice(comparable_before(RunDir(path)), MOST_EARLIER):
         with suppress(Exception):  # as above
-            found, measured = _judge(run, None, None, Thresholds(), EARLIER_BYTES)
+            found, measured = _judge_briefly(run)
             verdict = found.verdict
             if verdict.limit not in ("too-short", "unknown") and verdict.share is not None:
                 pace = measured.pace if measured else None
