@@ -86,6 +86,17 @@ def test_how_long_until_it_is_full_and_where() -> None:
     assert two[0].full_in == pytest.approx(((16 << 30) - 3200 * MIB) / (100 * MIB), rel=0.05)
 
 
+def test_searching_for_the_line_is_not_in_the_time_until_it_is_full() -> None:
+    growing = grown()
+    for n in range(2, 600):
+        is_slow = n in range(100, 110)
+        took = 1.0 if is_slow else 0.02
+        growing.take({"t": n * 0.02 + (n >= 110) * 10, "event": "step", "step": n, "seconds": took,
+                      "traced": is_slow})  # fmt: skip
+    (found,) = growing_memory({0: growing}, HOST)
+    assert found.full_in == pytest.approx(((16 << 30) - 1600 * MIB) / (50 * MIB), rel=0.05)
+
+
 def test_growth_that_does_no_harm_is_not_reported() -> None:
     assert not growing_memory({0: grown(mib=0.05)}, {"hardware": {"memory_bytes": 4 << 40}})
     reads = {"rank_samples": 100_000}
@@ -156,6 +167,32 @@ def test_a_watch_leaves_a_debugger_alone_and_ends_in_time(
         assert watch.is_late and sys.gettrace() is None
     finally:
         watch.leave()
+
+
+def test_lines_that_make_nothing_are_soon_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def step(kept):\n    n = sum(i for i in range(500))\n    kept.append(torch.ones(999))\n"
+    step, kept, looks = own_code(text, tmp_path), list[Any](), []
+    look = LineWatch._harvest
+
+    def counted(watch: LineWatch) -> bool:
+        looks.append(1)
+        return look(watch)
+
+    monkeypatch.setattr(LineWatch, "_harvest", counted)
+    recorder: Any = Recorder
+    watch = LineWatch("host", 4000.0, recorder)
+    try:
+        while True:
+            step(kept)
+            if watch.next_step(None):
+                break
+    finally:
+        watch.stop()
+    found = watch.kept()
+    assert max(found, key=lambda place: found[place])[1] == 3
+    assert len(looks) < 200  # of 4,000 lines
 
 
 def test_a_watch_that_takes_long_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,16 @@ def test_a_fast_run_gives_none(tmp_path: Path) -> None:
             "too-few-workers",
             "more CPUs per rank",
         ),
-        ({"num_workers": 40}, {}, "too-many-workers", "num_workers=3"),
-        ({"num_workers": 4}, {"workers_cpu": 0.4}, "data-bound", "stage:"),
+        (
+            {"num_workers": 40},
+            {"workers_cpu": 3.9, "cpu": 1.0},
+            "too-many-workers",
+            "num_workers=3",
+        ),
+        # Workers that wait for a disk need no CPUs.
+        ({"num_workers": 4}, {"workers_cpu": 0.4}, "data-bound", "num_workers=8"),
+        ({"num_workers": 20}, {"workers_cpu": 0.4}, "data-bound", "num_workers=40"),
+        ({"num_workers": 40}, {"workers_cpu": 0.4}, "data-bound", "stage:"),
     ],
 )
 def test_waiting_for_data_and_what_the_workers_have_to_do_with_it(

@@ -31,6 +31,7 @@ LEAST_SHARE = 0.3  # of the growth: a line that keeps less does not explain it
 # Following stops after this many executed lines, or this many seconds: some scripts run very many,
 # and where garbage collection is off, the youngest objects are all objects.
 MOST_LINES, MOST_SECONDS = 20_000, 0.6
+MOST_BARREN = 20  # times that a line makes nothing: then it is not looked at any more
 MOST_WATCH_SECONDS = 5.0  # in all, since following makes the script slower as well
 MOST_CALLS = 20  # of the stack in which an object is made, from the innermost outwards
 STATM = Path("/proc/self/statm")
@@ -155,19 +156,20 @@ class _Tensor:
     step: int  # in which it was made
     holders: list[Place | None] = field(default_factory=list)
 
-    def count_holders(self, at: Place | None) -> None:
-        """After a line: update the references that exist now.
+    def count_holders(self, at: Place | None) -> bool:
+        """After a line: update the references that exist now; whether there are others.
 
         A line that runs again, or that a call returns to, drops the references that it made; a
         function that ends drops the variables that it set first.
         """
         one = self.reference()
         if one is None:
-            return
+            return False
         more = sys.getrefcount(one) - OWN_REFERENCES - len(self.holders)
         self.holders += [at] * more
         for _ in range(-more):
             self.holders.remove(at if at in self.holders else self.holders[0])
+        return more != 0
 
 
 class LineWatch:
@@ -190,6 +192,7 @@ class LineWatch:
         self._tensors: dict[int, _Tensor] = {}  # those of the kinds that are kept
         self._arrays: dict[Place, float] = {}
         self._places: set[Place] = set()
+        self._barren: dict[Place | None, int] = {}  # how often a line has made nothing in a row
         self._num_lines, self._seconds = 0, 0.0
         self._until = math.inf  # by then it ends, whatever the script does
         self._own: dict[str, bool] = {}  # by file
@@ -307,9 +310,11 @@ class LineWatch:
             if not self._is_on or is_much:
                 self._stop_following()
                 return None
-            begin = perf_counter()
-            self._harvest()
-            self._seconds += perf_counter() - begin
+            if self._barren.get(self._at, 0) < MOST_BARREN:
+                begin = perf_counter()
+                has_found = self._harvest()
+                self._seconds += perf_counter() - begin
+                self._barren[self._at] = 0 if has_found else self._barren.get(self._at, 0) + 1
             if event == "line":
                 self._at = self._place(frame)
             elif event == "return":
@@ -324,8 +329,8 @@ class LineWatch:
             with suppress(Exception):
                 self._harvest()
 
-    def _harvest(self) -> None:
-        """Note the tensors that were made since the last line."""
+    def _harvest(self) -> bool:
+        """Note the tensors that were made or kept since the last line; whether there are any."""
         import torch
 
         # Nothing is allocated for objects that are no tensors: tracemalloc makes that slow.
@@ -342,9 +347,8 @@ class LineWatch:
                 if self._is_followed(one):
                     self._tensors[id(one)] = _Tensor(reference, self._step)
         one = None
-        for tensor in self._tensors.values():
-            if tensor.step >= self._step - 1:
-                tensor.count_holders(self._at)
+        recent = [tensor for tensor in self._tensors.values() if tensor.step >= self._step - 1]
+        return any([tensor.count_holders(self._at) for tensor in recent])  # of all of them
 
     def _is_followed(self, tensor: Any) -> bool:
         if not self._kinds:

@@ -28,7 +28,13 @@ from allranks.report.costs import (
 from allranks.report.facts import RunFacts
 from allranks.run.folder import RunDir, find_run, find_runs, list_runs
 from allranks.show.numbers import count
-from allranks.timing.comparison import bench_of, is_comparable, is_compared, mode_of
+from allranks.timing.comparison import (
+    bench_of,
+    is_comparable,
+    is_compared,
+    mode_of,
+    worst_doubt,
+)
 from allranks.timing.remarks import SPEEDUP, Remark, is_guess
 from allranks.timing.result import LIMITED, judged, own_work_divided, sentences
 
@@ -81,7 +87,8 @@ def section(
     job = runs[0].same_job
     mode = mode_of(rows)
     best = best_of(rows)
-    shown = objects[best.typical] if best is not None and best.typical else {}
+    row = best or (rows[0] if rows and worst_doubt(rows) else None)
+    shown = objects[row.typical] if row is not None and row.typical else {}
     return {
         "job": runs[-1].job,
         "trains": _plain(job.get("command") or job.get("task")),

@@ -248,7 +248,8 @@ def headline(rows: Sequence[Row], best: Row | None, limits: Sequence[str]) -> st
     """The result in a sentence: the best layout against the baseline, and what limits it."""
     if best is None:
         doubt = worst_doubt(rows)
-        return doubt and f"No speedup can be stated. {doubt}."
+        said = [f"{rows[0].layout} is {limit}." for limit in limits]
+        return doubt and " ".join([f"No speedup can be stated. {doubt}.", *said])
     if best.speedup is None or best.efficiency is None or best.layout == best.baseline:
         return f"{best.layout} is {limits[0]}." if limits else None
     text = f"{best.layout} is {ratio(best.speedup)} as fast as {best.baseline}"

@@ -8,6 +8,7 @@ back, and if it would be full before long.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -88,7 +89,20 @@ def points_of(record: RankRecord, where: Where) -> list[Point]:
 def growth_of(record: RankRecord, where: Where) -> tuple[float, float] | None:
     """A rank's `steady_growth`, less strict if a line is known to keep memory of every step."""
     is_kept = line_of(record, where) is not None
-    return steady_growth(points_of(record, where), STEADY_AT_LINE if is_kept else STEADY)
+    growth = steady_growth(points_of(record, where), STEADY_AT_LINE if is_kept else STEADY)
+    seconds = usual_seconds(record)
+    return growth if growth is None or not seconds else (growth[0], growth[0] / seconds)
+
+
+def usual_seconds(record: RankRecord) -> float | None:
+    """Seconds from one step to the next, without those that were slowed to be traced."""
+    steps = [event for event in record.steps if "seconds" in event]
+    if len(steps) < 2:
+        return None
+    traced = [event["seconds"] for event in steps[1:] if event.get("traced")]
+    number = steps[-1]["step"] - steps[0]["step"] - len(traced)
+    left = steps[-1]["t"] - steps[0]["t"] - math.fsum(traced)
+    return left / number if number > 0 and left > 0 else None
 
 
 def steady_growth(points: Sequence[Point], steady: float = STEADY) -> tuple[float, float] | None:

@@ -124,7 +124,9 @@ def own_work_divided(parts: Mapping[str, float], found: Mapping[str, Any]) -> di
     """
     shares = (found.get("verdict") or {}).get("shares") or {}
     own = {part: shares.get(part, 0.0) for part in LOCAL}
-    if sum(own[part] for part in OF_TRACE) < LEAST_SHOWN:
+    if sum(own[part] for part in OF_TRACE) < LEAST_SHOWN:  # nor is it shown
+        own = {**dict.fromkeys(LOCAL, 0.0), "compute": own["compute"]}
+    if not sum(own.values()):
         return dict.fromkeys(SHOWN_PARTS, 0.0) | dict(parts)
     seconds = (parts["compute"] + parts["other"]) / sum(own.values())
     waits = {part: parts[part] for part in ("comm", "straggler", "data")}

@@ -12,6 +12,7 @@ from allranks.timing.limits.facts import Facts, Said, device_means
 ONE_RANK = 0.05  # of a step: one rank is to blame if it waits this much more than twice any other
 ALL_CPUS = 0.9  # of the machine's: if more are in use, none are left for more workers
 MEASURES = "allranks bench data measures loading"
+MANY_WORKERS = 32  # of a rank: more of them would hardly wait less
 BURST = 0.8  # of the time for data: if a few steps take more, it is spent on starting workers
 
 
@@ -61,7 +62,7 @@ def loader_words(facts: Facts, rank: int, *, is_one: bool) -> tuple[str, str, st
         few = "too-few-workers" if not is_one else "data-bound"
         more = more_workers(facts, fair, persistent_workers=True)
         return "no workers", few, full if is_full else more
-    if cpus and workers * per_node > 2 * cpus:
+    if cpus and workers * per_node > 2 * cpus and is_full:
         many = f"{workers * per_node} workers share {cpus} CPUs"
         return many, "too-many-workers", more_workers(facts, fair)
     whose = "its" if is_one or facts.is_alone else "each rank's"
@@ -75,8 +76,9 @@ def loader_words(facts: Facts, rank: int, *, is_one: bool) -> tuple[str, str, st
         fix = f"look at the disk and the CPUs{there} (iostat -x 1, top), and at the files it reads"
         return "the others hardly wait: its disk, CPUs or data must differ", "data-bound", fix
     busy = device_means(facts.records[rank]).get("workers_cpu", 0.0) / workers
-    if busy < facts.limits.busy:  # more workers can wait for the disk at the same time
-        more = more_workers(facts, fair) if workers < fair else staging(facts)
+    if busy < facts.limits.busy and not is_full:  # more of them can wait for the disk at once
+        is_enough = workers >= MANY_WORKERS
+        more = staging(facts) if is_enough else more_workers(facts, max(fair, 2 * workers))
         return f"{known} often idle: the disk or the network may be slow", "data-bound", more
     if is_full:
         return f"{known} always busy, and so are all {cpus} CPUs", "too-few-workers", full
@@ -93,7 +95,7 @@ def more_workers(facts: Facts, workers: int, **settings: Any) -> str:
 def staging(facts: Facts) -> str:
     if facts.is_task:
         return "data.stage=local keeps the data on the node's own disk, or data.num_workers=…"
-    return f"stage: in the job file keeps the data on the node's own disk; {MEASURES}"
+    return f"stage: in a job file for this script copies its data to the node's disk; {MEASURES}"
 
 
 def in_use(facts: Facts) -> float:

@@ -39,7 +39,7 @@ def compute(facts: Facts) -> Said:
             evidence=evidence,
             rank=None if facts.is_alone else rank,
         )
-    more = f"allranks bench scaling --layouts 1x1,1x2 {facts.typed}"
+    more = f"allranks bench scaling --layouts 1x1,1x2 {facts.typed}".rstrip()
     return Said(why=why, next=more if facts.is_alone else None, cause=None, evidence=evidence)
 
 
@@ -81,7 +81,7 @@ def idle(facts: Facts) -> Said:
     is_small = bool(totals) and max(totals) < facts.limits.memory
     busy = percent(found.utilization, 0)
     used = f"; at most {percent(max(totals), 0)} of its memory was in use" if totals else ""
-    fix = larger_kernels(facts) if is_small else f"allranks run --profile 10 {facts.typed}"
+    fix = larger_kernels(facts) if is_small else f"allranks run --profile 10 {facts.typed}".rstrip()
     why = f" ({found.problem})" if found.problem else ""
     return Said(
         why=f"the GPU is in use only {busy} of the time, {BY_NVML}; no step was traced{why}",
@@ -112,7 +112,7 @@ def host(facts: Facts) -> Said:
         if facts.found.is_gpu:
             fix += "; avoid whatever waits for the GPU (.item(), .cpu(), printing a tensor)"
     elif traced is None:
-        fix = f"allranks run --profile 10 {facts.typed}"
+        fix = f"allranks run --profile 10 {facts.typed}".rstrip()
     return Said(why=why, next=fix, cause="host-bound", evidence=f"host {evidence}", line=line)
 
 

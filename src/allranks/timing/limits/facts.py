@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,10 +106,19 @@ class Facts:
     def typed(self) -> str:
         """The script or job file, as it is typed after a command such as `allranks run`."""
         if self.is_task:
-            return "JOB.yaml"
+            return self._typed_job
         program, _, rest = str(self.run.job().get("command") or "").partition(" ")
         words = f"{Path(program).name} {rest}".strip()
         return f"-- {words}" if words and len(words) <= MOST_WORDS else "-- python …"
+
+    @property
+    def _typed_job(self) -> str:
+        """The job file and what was changed in it; nothing for the bundled job as it is."""
+        if "job_file" not in self.info:
+            return "JOB.yaml"
+        changed = [one for one in self.info.get("overrides") or () if not one.startswith("env")]
+        text = shlex.join([*filter(None, [self.info["job_file"]]), *changed])
+        return text if len(text) <= MOST_WORDS else "JOB.yaml"
 
     @property
     def cpus(self) -> int | None:
