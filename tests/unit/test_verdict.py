@@ -312,3 +312,18 @@ def test_steps_without_phases_are_not_judged(tmp_path: Path) -> None:
     run.events(0, 0).write_text(run.events(0, 0).read_text().replace('"forward"', '"former"'))
     found = verdict_of(run)
     assert found.limit == "unknown" and "the probe was off" in found.why
+
+
+@pytest.mark.parametrize(
+    ("info", "typed"),
+    [
+        ({"job_file": None, "overrides": []}, ""),
+        ({"job_file": "job.yaml", "overrides": ["epochs=2", "env.KEY=abc"]}, " job.yaml epochs=2"),
+        ({"job_file": None, "overrides": ["task=language"]}, " task=language"),
+        ({}, " JOB.yaml"),
+    ],
+)
+def test_a_job_is_named_as_it_was_typed(tmp_path: Path, info: Any, typed: str) -> None:
+    task = {"step": 0}  # only tasks count their steps from there
+    found = verdict_of(planted(tmp_path, HEALTHY, traces={0: cpu_trace()}, info=info, start=task))
+    assert found.next == f"allranks bench scaling --layouts 1x1,1x2{typed}"

@@ -14,6 +14,7 @@ from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord
 from allranks.show.numbers import count, duration, percent
+from allranks.show.secrets import redact
 from allranks.timing.shares import Measured
 from allranks.timing.steps import ENOUGH_STEPS
 
@@ -117,7 +118,7 @@ class Facts:
         if "job_file" not in self.info:
             return "JOB.yaml"
         changed = [one for one in self.info.get("overrides") or () if not one.startswith("env")]
-        text = shlex.join([*filter(None, [self.info["job_file"]]), *changed])
+        text = redact(shlex.join([*filter(None, [self.info["job_file"]]), *changed]))
         return text if len(text) <= MOST_WORDS else "JOB.yaml"
 
     @property
