@@ -212,3 +212,14 @@ def test_a_hang_comes_before_its_echoes_and_slowness_after_everything() -> None:
 
 def test_a_failed_run_is_not_called_slow(tmp_path: Path) -> None:
     assert slowed(RunDir(tmp_path), "failed") == [] == stalled(RunDir(tmp_path), "finished")
+
+
+def test_memory_that_grows_is_a_finding(tmp_path: Path) -> None:
+    def memory(rank: int) -> list[Event]:
+        kept = {"event": "kept", "where": "host", "line": "train.py:9"}
+        return [kept, *({"event": "memory", "step": n, "host": n << 20} for n in range(1, 119))]
+
+    info = {"hardware": {"memory_allotted_bytes": 16 << 30}}
+    (one,) = found(tmp_path, HEALTHY, events=memory, info=info)
+    assert one.cause == "memory-grows" and one.title.startswith("Host memory grows by 1 MiB a step")
+    assert one.title.endswith("(train.py:9)")

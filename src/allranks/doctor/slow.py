@@ -10,16 +10,26 @@ from allranks.doctor.log_search import num_lines
 from allranks.run.folder import RunDir
 from allranks.timing.limits.facts import Thresholds
 from allranks.timing.limits.ranks import nccl_lines
-from allranks.timing.verdict import Verdict, judge
+from allranks.timing.verdict import Verdict, Warning, judge
 
 SOCKETS = "sockets-instead-of-infiniband"
 MOST_LINES = 4  # of a log, as evidence
 
 
 def slow(run: RunDir, limits: Thresholds | None = None) -> list[Finding]:
-    """What limits a run, if that can be changed; empty if computing does."""
-    verdict = judge(run, thresholds=limits).verdict
-    return [] if verdict.cause is None else [finding_of(verdict, verdict.cause, run)]
+    """What limits a run, if that can be changed, and memory that grows; empty if computing does."""
+    found = judge(run, thresholds=limits)
+    verdict = found.verdict
+    limit = [] if verdict.cause is None else [finding_of(verdict, verdict.cause, run)]
+    return [*limit, *(warned_of(warning, run) for warning in found.warnings)]
+
+
+def warned_of(warning: Warning, run: RunDir) -> Finding:
+    """What will go wrong if the run goes on; its kind is the name of the cause."""
+    attempt = run.attempts()[-1]
+    path = run.events(attempt, min(run.ranks(attempt)))
+    known = finding(warning.kind, [Evidence(str(path), num_lines(path), warning.text)])
+    return replace(known, title=warning.text[0].upper() + warning.text[1:])
 
 
 def finding_of(verdict: Verdict, cause: str, run: RunDir) -> Finding:
