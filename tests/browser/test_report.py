@@ -127,7 +127,7 @@ def test_charts_draw_the_json(seen: Page, study: tuple[Path, Any]) -> None:
     for i, row in enumerate(section["rows"]):
         shares = [trace["x"][i] for trace in parts]
         assert sum(shares) == pytest.approx(100, abs=2)
-        assert shares[0] == pytest.approx(row["parts"]["compute"] / row["step_seconds"] * 100)
+        assert shares[0] == pytest.approx(row["divided"]["compute"] / row["step_seconds"] * 100)
     for name in ("loss", "utilization"):
         for trace, curve in zip(
             plots[f"plot-{index}-{name}"], section["curves"][name], strict=True
