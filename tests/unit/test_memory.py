@@ -183,13 +183,7 @@ def test_lines_that_make_nothing_are_soon_left_alone(
     monkeypatch.setattr(LineWatch, "_harvest", counted)
     recorder: Any = Recorder
     watch = LineWatch("host", 4000.0, recorder)
-    try:
-        while True:
-            step(kept)
-            if watch.next_step(None):
-                break
-    finally:
-        watch.stop()
+    follow(watch, step, kept)
     found = watch.kept()
     assert max(found, key=lambda place: found[place])[1] == 3
     assert len(looks) < 200  # of 4,000 lines
@@ -207,6 +201,17 @@ def test_a_watch_that_takes_long_ends(tmp_path: Path, monkeypatch: pytest.Monkey
     finally:
         watch.leave()
     assert sys.gettrace() is None and not tracemalloc.is_tracing()
+
+
+def follow(watch: LineWatch, step: Callable[[list[Any]], None], kept: list[Any]) -> None:
+    """Make steps until the watch has seen enough."""
+    try:
+        while True:
+            step(kept)
+            if watch.next_step(None):
+                break
+    finally:
+        watch.stop()
 
 
 def own_code(text: str, tmp_path: Path) -> Callable[[list[Any]], None]:
@@ -254,13 +259,7 @@ def test_the_line_that_makes_what_is_kept(tmp_path: Path, line: int, text: str) 
     step, kept = own_code(text, tmp_path), list[Any]()
     recorder: Any = Recorder
     watch = LineWatch("host", 1e6 if "requires_grad" in text else 0.0, recorder)
-    try:
-        while True:
-            step(kept)
-            if watch.next_step(None):
-                break
-    finally:
-        watch.stop()
+    follow(watch, step, kept)
     found = watch.kept()
     at = max(found, key=lambda place: found[place])
     assert (Path(at[0]).name, at[1]) == ("train.py", line)
