@@ -16,6 +16,7 @@ from rich.console import Console
 
 from allranks.bench.profile import LOUDNESS, VARIABLE, show_profile
 from allranks.probe import profile
+from allranks.probe.graphs import Graphs
 from allranks.probe.profile import FIRST_STEP, Profile, profile_if_asked
 from allranks.probe.profilers import UNLOADS, Profilers, export
 from allranks.probe.tracing import Session
@@ -40,6 +41,8 @@ class Recorder:
         self.guarded = nullcontext()
         self.at_step: list[Any] = []
         self.at_fork: list[Any] = []
+        self.at_capture: list[Any] = []
+        self.after_capture: list[Any] = []
         self.events: list[dict[str, Any]] = []
 
     def write(self, event: str, **fields: Any) -> None:
@@ -67,7 +70,7 @@ def new_profile(recorder: Any, steps: int) -> Profile:
 
 def is_unloaded(recorder: Any, profilers: Profilers, *, is_last: bool) -> bool:
     """Whether torch would unload what traces a GPU: it asks the environment as a trace ends."""
-    session = Session(recorder, profilers, is_last=is_last)
+    session = Session(recorder, profilers, Graphs(profilers), is_last=is_last)
     session.start(1, lambda why: None, at_once=True)
     running, asked = profilers._running, []
 
@@ -97,16 +100,19 @@ def test_a_gpus_library_is_unloaded_after_the_last_trace_only(
     profilers = Profilers(any_recorder)
     assert not is_unloaded(recorder, profilers, is_last=False)
     assert is_unloaded(recorder, profilers, is_last=True)
-    profilers.graph_begins()  # it would crash
+    profilers._graph_begins()
+    monkeypatch.setattr("torch.version.cuda", "12.4")
+    assert is_unloaded(recorder, profilers, is_last=True)
+    monkeypatch.setattr("torch.version.cuda", "11.8")  # it would crash
     assert not is_unloaded(recorder, profilers, is_last=True)
 
 
 def test_a_trace_ends_when_a_graph_is_captured_and_another_may_follow(recorder: Recorder) -> None:
     any_recorder: Any = recorder
     profilers = Profilers(any_recorder)
-    session = Session(any_recorder, profilers)
+    session = Session(any_recorder, profilers, Graphs(profilers))
     session.start(1, lambda why: None, at_once=True)
-    profilers.graph_begins()
+    profilers._graph_begins()
     assert session.made is not None and session.is_before_graph and not profilers.is_running
     session.close()
     assert profilers.why_not() is None
@@ -115,9 +121,8 @@ def test_a_trace_ends_when_a_graph_is_captured_and_another_may_follow(recorder: 
 def test_torchs_own_messages_are_as_without_our_profilers() -> None:
     """In a new process: torch sets their level when its profiler first starts."""
     begin = "from allranks.probe.profilers import *; from types import SimpleNamespace as Any\n"
-    ours = (
-        "p = Profilers(Any(at_fork=[], device=None, guarded=nullcontext())); p.start(); p.stop()\n"
-    )
+    recorder = "Any(at_fork=[], at_capture=[], device=None, guarded=nullcontext())"
+    ours = f"p = Profilers({recorder}); p.start(); p.stop()\n"
     own = "with torch.autograd.profiler.profile(use_kineto=True): pass\nprint(log_level().value)"
     levels = []
     for code in (begin, begin + ours):

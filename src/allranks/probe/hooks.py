@@ -262,7 +262,7 @@ def hook_ddp(recorder: Recorder) -> None:
 
 
 def hook_graphs(recorder: Recorder) -> None:
-    """Pause while a CUDA graph is captured, when no other thread may query the device."""
+    """Notice when a CUDA graph is captured, during which no other thread may query the device."""
     from torch.cuda import CUDAGraph
 
     graph: Any = CUDAGraph
@@ -271,21 +271,24 @@ def hook_graphs(recorder: Recorder) -> None:
     @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         with recorder.guarded:
-            recorder.pause(True)
+            recorder.capture_begins()
         try:
             return begin(self, *args, **kwargs)
         except BaseException:
             with recorder.guarded:
-                recorder.pause(False)
+                recorder.capture_ended(None)
             raise
 
     @functools.wraps(end)
     def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        captured = None
         try:
-            return end(self, *args, **kwargs)
+            result = end(self, *args, **kwargs)
+            captured = self
+            return result
         finally:
             with recorder.guarded:
-                recorder.pause(False)
+                recorder.capture_ended(captured)
 
     graph.capture_begin, graph.capture_end = capture_begin, capture_end
 

@@ -16,6 +16,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from allranks.probe.compilers import uncompiled
+from allranks.probe.graphs import Graphs
 from allranks.probe.profilers import Profilers, export
 from allranks.probe.recorder import Recorder
 from allranks.probe.tracing import GRAPHS, MAX_ATTEMPTS, Session
@@ -38,6 +39,7 @@ class Profile:
     def __init__(self, recorder: Recorder, profilers: Profilers, num_steps: int) -> None:
         self.recorder = recorder
         self.profilers = profilers
+        self.graphs = Graphs(profilers)
         self.num_steps = num_steps
         self._next: Callable[[int], None] = self._wait
         self._seen = 0  # ends of steps
@@ -150,7 +152,7 @@ class Profile:
         if why is not None:
             self._give_up(why)
             return
-        self._session = Session(self.recorder, self.profilers)
+        self._session = Session(self.recorder, self.profilers, self.graphs)
         self._session.start(step, self._give_up)
         with suppress(ImportError, AttributeError):
             describe_groups()
@@ -161,6 +163,7 @@ class Profile:
 
     def _end(self) -> None:
         self._is_over = True
+        self.graphs.close()
         if self._session is not None:
             self._session.close()
             self._session = None

@@ -28,6 +28,7 @@ ITS_OWN = "the script uses a profiler of its own"
 ANOTHER = "another program may profile the script ({} is set)"
 # Set for torch's own daemon, and by Nsight and the like, which trace the GPU themselves.
 OTHERS = ("KINETO_USE_DAEMON", "CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+FIRST_SAFE_CUDA = 12
 UNLOADS = "TEARDOWN_CUPTI"  # 1: the library that traces a GPU is unloaded after a trace
 
 
@@ -39,7 +40,7 @@ class Profilers:
         self.problem: str | None = None  # why there can be no profiler any more
         self.interrupted: Callable[[str], None] | None = None  # called if the running one must end
         self.paused: Callable[[], None] | None = None  # likewise, but a later one may follow
-        self._has_graphs = False  # CUDA's: they may crash once what traces a GPU is unloaded
+        self._has_graphs = False  # the script captures CUDA graphs
         self._unloading_since: float | None = None
         self._running: Any = None
         self._thread = 0  # in which it runs
@@ -49,6 +50,7 @@ class Profilers:
         self._hooked: list[tuple[str, Any, Any]] = []
         hook_profilers(self)
         recorder.at_fork.append(self._forget)
+        recorder.at_capture.append(self._graph_begins)
 
     @property
     def is_running(self) -> bool:
@@ -63,22 +65,27 @@ class Profilers:
 
     def why_not(self) -> str | None:
         """Why no profiler can be started now."""
-        if self.problem is None and threading.get_ident() != self._importer:
-            self.problem = ELSEWHERE  # about which torch's profiler would print an error
+        if self.problem is None and not self.is_in_their_thread:
+            self.problem = ELSEWHERE
         other = next((name for name in OTHERS if os.environ.get(name)), None)
         if self.problem is None and other is not None:
             self.problem = ANOTHER.format(other)
         return self.problem
 
-    def start(self) -> None:
-        """Trace what this thread does from now on, and what it launches."""
+    @property
+    def is_in_their_thread(self) -> bool:
+        """Whether a profiler may run in this thread: in others, torch's would print an error."""
+        return threading.get_ident() == self._importer
+
+    def start(self, *, on_device: bool = True) -> None:
+        """Trace what this thread does from now on, and what it launches on its device."""
         from torch.autograd import profiler
 
         self._is_making = True
         try:
             made: Any = profiler.profile(
                 use_kineto=True,
-                use_device="cuda" if self.recorder.device is not None else None,
+                use_device="cuda" if on_device and self.recorder.device is not None else None,
                 record_shapes=True,
                 experimental_config=only_a_trace(),
             )
@@ -105,7 +112,8 @@ class Profilers:
             return None
         if not waits:
             made.use_device = None
-        unloads &= self.recorder.device is not None and not self._has_graphs
+        unloads &= self.recorder.device is not None
+        unloads &= not (self._has_graphs and crashes_with_graphs())
         self._unloading_since = perf_counter() if unloads else None
         with silence(), unloading() if unloads else nullcontext():
             self._end_functions()
@@ -137,8 +145,8 @@ class Profilers:
             self.settle()
             self.end(ITS_OWN)
 
-    def graph_begins(self) -> None:
-        """Nothing is traced while a graph is captured."""
+    def _graph_begins(self) -> None:
+        """No step is traced while a graph is captured."""
         self.settle()
         self._has_graphs = True
         if self.is_running and threading.get_ident() == self._thread and self.paused is not None:
@@ -183,6 +191,17 @@ class Profilers:
             function.run_callbacks_on_exit = False  # when the script ends it
 
 
+def crashes_with_graphs() -> bool:
+    """Whether scripts with CUDA graphs crash if what traces a GPU is unloaded and loaded again.
+
+    With CUDA 12 they do so at the second loading, but we trace a GPU once, and torch does not
+    unload after a script's own profiles.
+    """
+    import torch
+
+    return int((torch.version.cuda or "0").partition(".")[0]) < FIRST_SAFE_CUDA
+
+
 def only_a_trace() -> Any:
     """Keeps newer releases of torch from making anything but the trace file."""
     from torch._C._profiler import _ExperimentalConfig
@@ -200,17 +219,15 @@ def export(made: Any, path: Path) -> None:
 
 
 def hook_profilers(profilers: Profilers) -> None:
-    """Notice the script's own profilers, and CUDA graphs."""
+    """Notice the script's own profilers."""
     from torch import profiler as public
     from torch.autograd import profiler
-    from torch.cuda import CUDAGraph
 
     def told(kind: Any, name: str, tell: Callable[[Any], None]) -> None:
         setattr(kind, name, told_before(getattr(kind, name), profilers.recorder, tell))
 
     for kind in (profiler.profile, profiler.emit_nvtx, profiler.emit_itt, public._KinetoProfile):
         told(kind, "__init__", lambda _: profilers.made_by_script())
-    told(CUDAGraph, "capture_begin", lambda _: profilers.graph_begins())
 
 
 def told_before(

@@ -57,6 +57,9 @@ class Recorder:
         self.at_writing: list[Callable[[], None]] = []  # called now and then by the writing thread
         self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
         self.at_fork: list[Callable[[], None]] = []  # called in a forked process
+        self.at_capture: list[Callable[[], None]] = []  # called before a CUDA graph is captured
+        # Called with the graph that was captured; with None if it failed.
+        self.after_capture: list[Callable[[Any], None]] = []
         self.leave: Callable[[], None] | None = None  # set when the script should end here
         # Called with the optimizer to see what its model is given.
         self.watch_model: Callable[[Any], None] | None = None
@@ -250,7 +253,18 @@ class Recorder:
             self._log.flush("hold")
         self._log.flush("drop")
 
-    def pause(self, paused: bool) -> None:
+    def capture_begins(self) -> None:
+        """A CUDA graph is about to be captured: no other thread may query the device."""
+        self._pause(True)
+        for call in self.at_capture:
+            call()
+
+    def capture_ended(self, graph: Any) -> None:
+        self._pause(False)
+        for call in self.after_capture:
+            call(graph)
+
+    def _pause(self, paused: bool) -> None:
         """Stop querying devices from another thread, or resume."""
         if self._log is not None:
             self._log.pause(paused)

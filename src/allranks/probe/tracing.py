@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import Any
 
 from allranks.probe.compilers import uncompiled
+from allranks.probe.graphs import Graphs, in_tf32
 from allranks.probe.profilers import Profilers, export
 from allranks.probe.recorder import Recorder
 from allranks.probe.sampler import Sampler
@@ -63,12 +64,14 @@ class Session:
         self,
         recorder: Recorder,
         profilers: Profilers,
+        graphs: Graphs,
         usual_seconds: float | None = None,
         *,
         is_last: bool = True,
     ) -> None:
         self.recorder = recorder
         self.profilers = profilers
+        self.graphs = graphs
         self.usual_seconds = usual_seconds  # of a step; None: a trace may take any time
         self.is_last = is_last  # no other follows even if this one is interrupted
         self.ends: dict[int, float] = {}  # of the traced steps
@@ -97,6 +100,7 @@ class Session:
         self.profilers.interrupted = interrupted
         self.profilers.paused = self._end_before_graph
         self.profilers.start()
+        self.graphs.follow()
         self._sampler.start()
         self._start_seconds = perf_counter() - self._began
         if at_once:
@@ -117,9 +121,11 @@ class Session:
         self.stop(waits=waits, unloads=is_enough)
 
     def stop(self, *, waits: bool = True, unloads: bool = False) -> None:
-        """Stop whatever is running."""
+        """Stop whatever is running. What runs later is not this trace."""
         self._sampler.stop()
-        self.made = self.profilers.stop(waits=waits, unloads=unloads) or self.made
+        self.graphs.unfollow()
+        if self.made is None:
+            self.made = self.profilers.stop(waits=waits, unloads=unloads)
 
     def _end_before_graph(self) -> None:
         self.is_before_graph = True
@@ -138,8 +144,8 @@ class Session:
         timeline = self.recorder.timeline
         away = waits([*(timeline.kept or ()), *timeline.marks], offset)
         fields = reduce_trace(trace, away, self._sampler.samples(offset))
-        counted = flops_of(trace, in_tf32() if trace.device else ())
-        if counted is not None:
+        counted = flops_of(trace, in_tf32() if trace.device else (), self.graphs.flops)
+        if counted is not None and counted.model:
             fields |= {"flops": dict(counted.model), "recomputed": counted.recomputed}
         first, last = steps[1] + timeline.offset, steps[-1] + timeline.offset
         return {"first": first, "last": last, "cost": round(self._cost(), 6), **fields}
@@ -166,6 +172,7 @@ class Tracer:
     def __init__(self, recorder: Recorder, profilers: Profilers, *, once: bool = False) -> None:
         self.recorder = recorder
         self.profilers = profilers
+        self.graphs = Graphs(profilers)
         self._once = once
         self._began = 0.0
         self._traced_after = 0.0  # seconds of training: the last trace
@@ -269,7 +276,7 @@ class Tracer:
         self._num_steps = self._num_steps or num_steps(usual)
         self._attempts += 1
         is_last = self._attempts >= MAX_ATTEMPTS
-        self._session = Session(self.recorder, self.profilers, usual, is_last=is_last)
+        self._session = Session(self.recorder, self.profilers, self.graphs, usual, is_last=is_last)
         # At once, unless a GPU may still be working on the step before.
         self._session.start(step, self.give_up, at_once=self.recorder.device is None)
 
@@ -300,6 +307,7 @@ class Tracer:
         # On a GPU, CUPTI would have to be attached again, which is not known to be safe.
         if self._once or self.recorder.device is not None:
             self.recorder.at_step.remove(self.at_step)
+            self.graphs.close()
             with suppress(ValueError):
                 self.recorder.at_writing.remove(self._tell_or_hear)
 
@@ -328,6 +336,7 @@ class Tracer:
     def give_up(self, problem: str) -> None:
         """Trace no more; if there was no trace yet, an event says why."""
         self._rest()
+        self.graphs.close()
         if self.at_step in self.recorder.at_step:
             self.recorder.at_step.remove(self.at_step)
         if not self._traced_after:
@@ -351,17 +360,6 @@ def give_back_memory() -> None:
     """Return to the system what reading a trace has used: it would hide memory that grows."""
     with suppress(OSError, AttributeError):  # only in glibc
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def in_tf32() -> list[str]:
-    """What torch computes in tf32 where a script has asked for float32."""
-    from torch import backends
-
-    allowed = {
-        "matmul": backends.cuda.matmul.allow_tf32,
-        "convolution": backends.cudnn.allow_tf32,
-    }
-    return [name for name, is_allowed in allowed.items() if is_allowed]
 
 
 def waits(marks: list[Mark], offset: float) -> list[Interval]:

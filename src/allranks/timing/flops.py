@@ -4,13 +4,15 @@ Matrix products, convolutions, attention and recurrent layers count; a multiplic
 addition are two operations. Attention counts in full, whether it is causal or not. An operator of
 the forward pass counts three times if a backward pass follows, once if none does (a teacher, an
 evaluation). The backward pass itself is not counted, and what it recomputes is counted separately.
-The optimizer, which may multiply matrices too, is not counted.
+The optimizer, which may multiply matrices too, is not counted. What a CUDA graph computes is
+counted at its capture; a replay is one operator, perhaps of a forward or backward pass.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ Formula = Callable[[Shapes, Sequence[str]], float]  # from all arguments: shapes
 
 NODE = "autograd::engine::evaluate_function: "  # a node of the backward pass, as the engine runs it
 OPTIMIZER = "Optimizer.step#"
+GRAPH_MARK = "allranks.graph#"  # as the probe writes it around a replay, with the graph's number
+RUNS_GRAPH = re.compile(r"(cuda|hip)GraphLaunch\w*")
 SEQUENCE = "Sequence number"  # of an operator that autograd records
 # Kernels that torch.compile generates in place of operators: their arguments do not show what they
 # compute.
@@ -173,19 +177,26 @@ class _Open:
             self.counted = above.counted
 
 
-def flops_of(trace: Trace, tf32: Collection[str] = ()) -> Flops | None:
+def flops_of(
+    trace: Trace, tf32: Collection[str] = (), graphs: Sequence[Flops | None] = ()
+) -> Flops | None:
     """The operations of a trace's average step; None if not everything could be counted.
 
-    `tf32`: where float32 is computed in tf32: `matmul`, `convolution` or both.
+    `tf32`: where float32 is computed in tf32: `matmul`, `convolution` or both. `graphs`: what each
+    CUDA graph computes, by its number.
     """
     spans = [span for span in trace.host if trace.covers(span.begin)]
     spans += [one for one in trace.annotations if one.name.startswith(OPTIMIZER)]
+    replays = [one for one in trace.annotations if one.name.startswith(GRAPH_MARK)]
+    replays = [one for one in replays if trace.covers(one.begin)]
+    launches = (one.begin for one in trace.runtime if RUNS_GRAPH.fullmatch(one.name))
+    if sum(map(trace.covers, launches)) > len(replays):  # some had been captured before we looked
+        return None
+    spans += replays
     if any(span.name.startswith(TEMPLATES) for span in spans):
         return None
-    if any("GraphLaunch" in one.name and trace.covers(one.begin) for one in trace.runtime):
-        return None  # a graph's operators were called when it was captured, not when it runs
     try:
-        nodes = _nodes(spans, tf32)
+        nodes = _nodes(spans, tf32, graphs)
     except (KeyError, IndexError, TypeError, ValueError):  # shapes or values were not recorded
         return None
     model: defaultdict[str, float] = defaultdict(float)
@@ -198,10 +209,12 @@ def flops_of(trace: Trace, tf32: Collection[str] = ()) -> Flops | None:
                 model[one.precision] += one.flops * (3 if one.is_trained else 1)
     steps = max(1, trace.num_steps)
     per_step = {name: total / steps for name, total in model.items()}
-    return Flops(per_step, recomputed / steps) if per_step else None
+    return Flops(per_step, recomputed / steps)
 
 
-def _nodes(spans: Iterable[Span], tf32: Collection[str]) -> list[_Node]:
+def _nodes(
+    spans: Iterable[Span], tf32: Collection[str], graphs: Sequence[Flops | None]
+) -> list[_Node]:
     """Every node of the backward pass and every call outside it, with the operators in it."""
     ordered = sorted(spans, key=lambda span: (span.begin, -span.end))
     followed = {
@@ -221,12 +234,16 @@ def _nodes(spans: Iterable[Span], tf32: Collection[str]) -> list[_Node]:
             nodes.append(here.node)
         name = span.name.removeprefix("aten::")
         here.node.has_unwatched |= span.name.startswith("aten::") and not here.is_watched
+        is_graph = span.name.startswith(GRAPH_MARK)
         # Autograd records the optimizer's closure, which computes the gradients within its step.
-        if name not in OPERATORS or (here.is_left_out and not here.is_watched):
+        if not (is_graph or name in OPERATORS) or (here.is_left_out and not here.is_watched):
             continue
         if here.counted is None:
             if here.node.is_backward and not here.is_watched:
                 continue  # the backward pass itself
+            if is_graph:
+                here.node.watched += _replayed(span, graphs, here.is_trained)
+                continue
             flops = OPERATORS[name].count(span.args["Input Dims"], span.args["Concrete Inputs"])
             here.counted = _Counted(name, flops, _precision(span, name, tf32), here.is_trained)
             here.node.watched.append(here.counted)
@@ -234,6 +251,14 @@ def _nodes(spans: Iterable[Span], tf32: Collection[str]) -> list[_Node]:
             here.counted.precision = _precision(span, name, tf32)
             here.counted.is_trained |= here.is_trained
     return nodes
+
+
+def _replayed(span: Span, graphs: Sequence[Flops | None], is_trained: bool) -> list[_Counted]:
+    """What a graph computes; raises ValueError if that is not known."""
+    flops = graphs[int(span.name.removeprefix(GRAPH_MARK))]
+    if flops is None:
+        raise ValueError(span.name)
+    return [_Counted(span.name, total, name, is_trained) for name, total in flops.model.items()]
 
 
 def _plain(name: str) -> str:
