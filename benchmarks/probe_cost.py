@@ -395,7 +395,7 @@ def main() -> int:
         "--ranks", type=int, action="append", help="default: 1, then 2 if cores suffice"
     )
     parser.add_argument("--gpu", action="store_true", help="steps on a GPU")
-    parser.add_argument("--seconds", type=float, default=STEP_SECONDS, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help="of a step; with --gpu, only that row")
     parser.add_argument("--trace", action="store_true", help="only what a trace leaves behind")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     wanted = parser.parse_args()
@@ -403,7 +403,8 @@ def main() -> int:
         trace_rank(wanted.pairs, wanted.folder)
         return 0
     if wanted.folder:
-        run_rank(wanted.pairs, wanted.folder, wanted.seconds, "cuda" if wanted.gpu else "cpu")
+        device = "cuda" if wanted.gpu else "cpu"
+        run_rank(wanted.pairs, wanted.folder, wanted.seconds or STEP_SECONDS, device)
         return 0
     print(f"medians of {wanted.pairs:,} pairs of steps, with their 95% intervals")
     if wanted.trace:
@@ -412,6 +413,7 @@ def main() -> int:
         rows = [
             print_cost(1, max(100, round(wanted.pairs * STEP_SECONDS / seconds)), most, seconds)
             for seconds, most in MAX_GPU_RATIOS.items()
+            if wanted.seconds in (None, seconds)
         ]
         return 0 if all(rows) else 1
     ranks = wanted.ranks or [1, 2]
