@@ -249,7 +249,7 @@ def run_rank(num_pairs: int, folder: Path, seconds: float, device: str) -> None:
     found["writing"] = writing_seconds(width, probe, recorder, seconds, device)
     assert recorder.is_on and recorder.step > num_pairs
     watched = Recorder(folder / "own", rank)
-    num_steps = max(num_pairs // 4, 100)
+    num_steps = max(num_pairs // 4, 100 if device == "cpu" else 20)
     found["own"], found["idle"] = own_seconds(width, torchs, watched, num_steps, device)
     assert watched.is_on and watched.step >= num_pairs // 4
     device_sampler = DeviceSampler(recorder, os.environ)

@@ -269,7 +269,7 @@ def gain_of(limit: Limit, found: Measured) -> float:
     with the rest of the step, and only the longer of the two counts.
     """
     left = {part: share for part, share in found.shares.items() if part != limit}
-    if found.is_gpu and limit in ("host", "copies"):
+    if found.is_gpu and limit in ("launches", "host", "copies"):
         hidden = math.fsum(left.pop(part, 0.0) for part in ("launches", "host"))
         rest = max(math.fsum(left.values()), hidden)
     else:
