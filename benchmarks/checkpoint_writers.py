@@ -41,7 +41,7 @@ def measure(folder: Path) -> None:
         saver._staged[name].copy_(tensor)
 
     def step() -> None:
-        loop.forward_backward(t, next(stream), want_loss=False)
+        loop.forward_backward(t, next(stream), False)
         loop.update(t)
 
     def steps(count: int) -> float:

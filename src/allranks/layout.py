@@ -11,6 +11,9 @@ from typing import NoReturn
 from allranks.errors import AllranksError
 
 AXES = ("dp", "fsdp", "tp", "pp")
+# From the outermost to the innermost. Neighbouring ranks share a node: tensor parallelism exchanges
+# the most, replicas the least.
+NESTING = ("dp", "pp", "fsdp", "tp")
 PATTERN = r"^[0-9]+x[0-9]+(:(dp|fsdp|tp|pp)=[0-9]+(,(dp|fsdp|tp|pp)=[0-9]+)*)?$"
 
 # Far above any machine there is: larger numbers are typing errors, and would only fail later.
@@ -41,8 +44,20 @@ class Layout:
         return self.nodes * self.gpus
 
     @property
+    def data_ranks(self) -> int:
+        """How many ranks train on different samples."""
+        return self.dp * self.fsdp
+
+    @property
     def _ranks_per_replica(self) -> int:
         return self.fsdp * self.tp * self.pp
+
+    def place_of(self, rank: int) -> dict[str, int]:
+        """A rank's number along each axis."""
+        place = {}
+        for axis in reversed(NESTING):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return place
 
     @classmethod
     def parse(cls, text: str) -> Layout:

@@ -14,10 +14,12 @@ from tests.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from allranks.layout import Layout
 from allranks.tasks import Task
 from allranks.train.data import Cut, Progress, TrainingData
 from allranks.train.loop import Training, forward_backward
-from allranks.train.parallelize import batch_norms, data_parallel, parallelize, plain
+from allranks.train.mesh import Mesh
+from allranks.train.parallelize import batch_norms, parallelize, plain
 
 pytestmark = pytest.mark.ranks
 
@@ -60,14 +62,18 @@ def epoch(task: str, batch_size: int, micro: int | None, norm: bool) -> list[lis
     """Loss over all ranks, then the gradients, of every global batch of an epoch."""
     cpu = torch.device("cpu")
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    cut = Cut(batch_size, dist.get_rank() if world_size > 1 else 0, world_size, micro)
-    model = parallelize(network(norm), cpu)
-    if world_size > 1:
-        model = data_parallel(model, cpu)
+    mesh = Mesh.of(Layout(1, world_size), cpu) if world_size > 1 else Mesh()
+    cut = Cut(batch_size, mesh.data.rank, world_size, micro)
+    inputs = dataset()[:2][0]
+    model = parallelize(
+        network(norm), mesh, cpu, one_pass=lambda model: model(inputs).sum().backward()
+    )
+
     data = TrainingData(dataset(), TASKS[task](), cut, seed=0, device=cpu)
     parts = SimpleNamespace(
         task=TASKS[task](),
         loss=TASKS[task]().loss,
+        mesh=mesh,
         model=model,
         parameters=list(plain(model).parameters()),
         norms=batch_norms(model),
@@ -80,10 +86,9 @@ def epoch(task: str, batch_size: int, micro: int | None, norm: bool) -> list[lis
     shown = []
     batches = data.batches(Progress())
     for _ in range(data.steps_per_epoch):
-        loss = forward_backward(cast(Training, parts), next(batches), want_loss=True)
+        loss = forward_backward(cast(Training, parts), next(batches), True)
         assert loss is not None
-        if world_size > 1:
-            dist.all_reduce(loss)
+        mesh.world.sum(loss)
         gradients = [parameter.grad for parameter in parts.parameters]
         shown.append([loss, *(gradient.clone() for gradient in gradients)])
         for parameter in parts.parameters:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import Tensor, nn
 
-from allranks.train.parallelize import SynchronisedBatchNorm, norms_ignore_this_rank
+from allranks.train.mesh import Ranks
+from allranks.train.parallelize import SynchronisedBatchNorm, norms_count
 
 pytestmark = pytest.mark.ranks
 
@@ -49,19 +50,20 @@ def of_this_rank(shares: list[int], momentum: float | None) -> tuple[list[Tensor
     norm = SynchronisedBatchNorm(SHAPE[1], momentum=momentum)
     start(norm)
     rank = dist.get_rank()
+    norm.ranks = Ranks(dist.get_world_size(), rank, dist.group.WORLD)
     high = list(accumulate(shares))[rank]
     low = high - shares[rank]
     gradients = []
+    size = max(shares)  # what is missing is borrowed, and counts for nothing
     for inputs, weights in whole_batches():
-        mine = inputs[low:high].clone().requires_grad_()
-        if len(mine):
-            (norm(mine) * weights[low:high]).sum().backward()
-            assert mine.grad is not None
-            gradients.append(mine.grad)
-        else:
-            with norms_ignore_this_rank([norm]):  # a borrowed sample of weight 0
-                (norm(inputs[:1].clone().requires_grad_()) * 0).sum().backward()
-            gradients.append(inputs[:0])
+        mine = torch.cat([inputs[low:high], inputs[:1].expand(size - high + low, -1, -1)])
+        mine = mine.clone().requires_grad_()
+        counted = (torch.arange(size) < high - low).float()
+        weights = torch.cat([weights[low:high], torch.zeros(size - high + low, *SHAPE[1:])])
+        with norms_count([norm], counted):
+            (norm(mine) * weights).sum().backward()
+        assert mine.grad is not None
+        gradients.append(mine.grad[: high - low])
     parameters = []
     for parameter in norm.parameters():
         assert parameter.grad is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -57,6 +57,10 @@ class Plain(Task):
     pass
 
 
+class Coupled(Task):
+    couples_samples = True
+
+
 @dataclass
 class Noisy(Task):
     """Adds noise to every sample."""
@@ -89,6 +93,7 @@ class Seen:
     micro_batches: int
     empty: int
     batch: Batch
+    shapes: set[Any] = field(default_factory=set)
 
 
 def see(batch: Batch) -> Seen:
@@ -96,13 +101,14 @@ def see(batch: Batch) -> Seen:
     for micro in batch.micro_batches:
         assert len(micro.inputs) == len(micro.targets) == len(micro.weights)
         seen.micro_batches += 1
-        if micro.is_empty:
-            seen.empty += 1
-            assert micro.weights.tolist() == [0.0]
-        else:
-            seen.indices += micro.targets.tolist()
-            seen.inputs += list(micro.inputs)
-            seen.weights += micro.weights.tolist()
+        seen.shapes.add(micro.inputs.shape)
+        count = int(micro.counted.sum())
+        assert micro.counted.tolist() == [1.0] * count + [0.0] * (len(micro.counted) - count)
+        assert not micro.weights[count:].any()
+        seen.empty += count == 0
+        seen.indices += micro.targets[:count].tolist()
+        seen.inputs += list(micro.inputs[:count])
+        seen.weights += micro.weights[:count].tolist()
     assert seen.micro_batches == batch.num_micro_batches
     assert len(seen.indices) == batch.num_samples
     return seen
@@ -153,9 +159,10 @@ def test_a_batch_is_cut_evenly_into_equally_many_micro_batches(
         assert len({len(share) for share in shares}) == 1
         pieces = [high - low for share in shares for low, high in share]
         assert max(pieces) <= (micro or batch)
-        if micro is not None:
-            # As few as do: one fewer could not hold the largest share.
-            assert (len(shares[0]) - 1) * micro < max(sizes)
+        largest = Cut(batch, 0, ranks, micro).largest
+        assert max(pieces) <= largest <= (micro or batch)
+        # As few as do: one fewer could not hold the largest share.
+        assert (len(shares[0]) - 1) * largest < max(sizes)
 
 
 # --- The stream ---------------------------------------------------------------------------------
@@ -286,7 +293,7 @@ def test_transforms_apply_to_in_memory_data_too() -> None:
 # --- Too few samples to go round ----------------------------------------------------------------
 
 
-def test_empty_micro_batches_carry_one_borrowed_sample_of_no_weight() -> None:
+def test_a_rank_without_samples_has_borrowed_ones_of_no_weight() -> None:
     ranks = [training(tensors(9), Cut(3, rank, 5, 1)) for rank in range(5)]
     for step in zip(*(stream(rank, 3) for rank in ranks), strict=True):
         assert [seen.micro_batches for seen in step] == [1] * 5
@@ -295,38 +302,63 @@ def test_empty_micro_batches_carry_one_borrowed_sample_of_no_weight() -> None:
         assert sum(sum(seen.weights) for seen in step) == pytest.approx(5)
 
 
+@pytest.mark.parametrize(("ranks", "micro"), LAYOUTS)
+@pytest.mark.parametrize("kind", [tensors, Numbers, Batches])
+def test_every_micro_batch_of_training_and_evaluation_has_one_shape(
+    kind: Any, ranks: int, micro: int | None
+) -> None:
+    shapes, passes = set(), set()
+    for rank in range(ranks):
+        cut = Cut(10, rank, ranks, micro)
+        data = training(kind(23), cut, num_workers=0)
+        for seen in stream(data, 3 * data.steps_per_epoch):
+            shapes |= seen.shapes
+        evaluated = list(EvaluationData(kind(11), cut, device=CPU))
+        shapes |= {inputs.shape for inputs, _, _ in evaluated}
+        passes.add(len(evaluated))
+    assert len(shapes) == len(passes) == 1
+    assert data.borrows
+
+
+def test_samples_that_a_task_couples_are_not_joined_by_borrowed_ones() -> None:
+    data = training(tensors(23), Cut(10, 0, 2), task=Coupled())
+    assert [{len(s) for s in seen.shapes} for seen in stream(data, 3)] == [{2}, {2}, {2}]
+    sizes = [sum(shape[0] for shape in seen.shapes) for seen in stream(data, 3)]
+    assert sizes == [5, 5, 1]
+    alone = training(tensors(3), Cut(1, 0, 2), task=Coupled())
+    assert [seen.empty for seen in stream(alone, 3)] == [1, 1, 1]
+
+
 def test_the_example_is_the_next_micro_batch_and_takes_nothing_from_the_stream() -> None:
     for dataset, num_workers in ((tensors(23), 0), (Numbers(23), 1), (Batches(23), 1)):
         data = training(dataset, Cut(10, 1, 2, 3), num_workers=num_workers)
         example = data.example(Progress())
         seen = stream(data, 1)[0]
-        assert example.targets.tolist() == seen.indices[: len(example.targets)]
+        count = int(example.counted.sum())
+        assert count > 0
+        assert example.targets[:count].tolist() == seen.indices[:count]
         assert example.weights.shape == (len(example.targets),)
 
 
 # --- Evaluation ---------------------------------------------------------------------------------
 
 
-def evaluated(dataset: Dataset[Any], cut: Cut, num_workers: int = 0) -> Iterator[tuple[int, int]]:
-    for _, targets, num_samples in EvaluationData(
-        dataset, cut, device=CPU, num_workers=num_workers
-    ):
-        assert num_samples in (0, len(targets))
-        yield from ((index, num_samples) for index in targets.tolist())
+def evaluated(dataset: Dataset[Any], cut: Cut, num_workers: int = 0) -> Iterator[int]:
+    data = EvaluationData(dataset, cut, device=CPU, num_workers=num_workers)
+    for _, targets, count in data:
+        yield from targets[:count].tolist()
 
 
 @pytest.mark.parametrize("kind", [tensors, Numbers, Batches])
 @pytest.mark.parametrize("ranks", [1, 3, 30])
 def test_every_sample_is_evaluated_once(kind: Any, ranks: int) -> None:
-    seen = []
+    seen: list[int] = []
     for rank in range(ranks):
-        rows = list(evaluated(kind(23), Cut(4, rank, ranks)))
-        assert rows  # so that every rank learns the metrics' names
-        seen += [index for index, num_samples in rows if num_samples > 0]
+        seen += evaluated(kind(23), Cut(4, rank, ranks))
     assert seen == list(range(23))
 
 
 def test_evaluation_can_be_repeated_with_workers() -> None:
     data = EvaluationData(Numbers(23), Cut(4, 0, 1), device=CPU, num_workers=1)
-    passes = [[i for _, targets, _ in data for i in targets.tolist()] for _ in range(2)]
+    passes = [[i for _, targets, n in data for i in targets[:n].tolist()] for _ in range(2)]
     assert passes == [list(range(23))] * 2

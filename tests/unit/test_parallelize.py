@@ -13,6 +13,7 @@ from allranks.errors import AllranksError
 from allranks.tasks.digits import Digits
 from allranks.tasks.language import Language
 from allranks.train.checkpoint import model_tensors, named_parameters
+from allranks.train.mesh import Mesh, Ranks
 from allranks.train.parallelize import (
     SynchronisedBatchNorm,
     autocast,
@@ -35,7 +36,9 @@ def one_pass(
     model: nn.Module, inputs: Tensor, checkpointing: Checkpointing
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the gradients of a copy of the model."""
-    prepared = parallelize(copy.deepcopy(model), CPU, activation_checkpointing=checkpointing)
+    prepared = parallelize(
+        copy.deepcopy(model), Mesh(), CPU, activation_checkpointing=checkpointing
+    )
     torch.manual_seed(7)  # for dropout
     loss = prepared(inputs).float().square().mean()
     loss.backward()
@@ -69,7 +72,7 @@ def test_recomputing_keeps_the_names_in_a_checkpoint(checkpointing: Checkpointin
     model = Language().model()
     names = list(model_tensors(model))
     trained = [name for name, _ in named_parameters(model)]
-    wrapped = parallelize(model, CPU, activation_checkpointing=checkpointing)
+    wrapped = parallelize(model, Mesh(), CPU, activation_checkpointing=checkpointing)
     assert list(model_tensors(wrapped)) == names
     assert [name for name, _ in named_parameters(wrapped)] == trained
 
@@ -77,13 +80,13 @@ def test_recomputing_keeps_the_names_in_a_checkpoint(checkpointing: Checkpointin
 @pytest.mark.usefixtures("alone")
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(AllranksError, match="no ModuleList or Sequential") as refusal:
-        parallelize(nn.Linear(2, 2), CPU, activation_checkpointing="full")
+        parallelize(nn.Linear(2, 2), Mesh(), CPU, activation_checkpointing="full")
     assert "off" in refusal.value.fix
 
 
 @pytest.mark.usefixtures("alone")
 def test_one_rank_needs_no_wrapper() -> None:
-    model = parallelize(nn.Linear(2, 2), CPU)
+    model = parallelize(nn.Linear(2, 2), Mesh(), CPU)
     assert plain(model) is model
     with without_sync(model):
         model(torch.ones(1, 2)).sum().backward()
@@ -129,7 +132,7 @@ def test_on_one_rank_it_is_torchs_batchnorm(
     theirs = kind(5, **options)
     for parameter in theirs.parameters():
         nn.init.normal_(parameter)
-    ours = synchronise_batch_norm(copy.deepcopy(theirs))
+    ours = synchronise_batch_norm(copy.deepcopy(theirs), Ranks())
     assert isinstance(ours, SynchronisedBatchNorm)
     batches = [3 + 2 * torch.randn(shape) for _ in range(3)]
     expected = outputs_and_gradients(theirs, batches)
@@ -145,7 +148,7 @@ def test_every_batchnorm_is_replaced_and_keeps_its_state() -> None:
         buffer.add_(3)
     before = copy.deepcopy(model.state_dict())
     model.eval()
-    replaced = synchronise_batch_norm(model)
+    replaced = synchronise_batch_norm(model, Ranks())
     assert len(batch_norms(replaced)) == 2
     assert not any(isinstance(module, nn.BatchNorm2d) for module in replaced.modules())
     assert all(not norm.training for norm in batch_norms(replaced))
@@ -172,19 +175,21 @@ def test_a_large_mean_costs_no_digits() -> None:
 def test_other_layers_are_left_alone() -> None:
     model = nn.Sequential(nn.LayerNorm(4), nn.InstanceNorm1d(4), nn.Linear(4, 4))
     kinds = [type(module) for module in model.modules()]
-    assert [type(module) for module in synchronise_batch_norm(model).modules()] == kinds
+    assert [type(module) for module in synchronise_batch_norm(model, Ranks()).modules()] == kinds
 
 
 def test_a_frozen_norm_stays_frozen() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].requires_grad_(False)
-    frozen = [parameter.requires_grad for parameter in synchronise_batch_norm(model).parameters()]
+    frozen = [
+        parameter.requires_grad for parameter in synchronise_batch_norm(model, Ranks()).parameters()
+    ]
     assert frozen == [True, True, False, False]
 
 
 def test_a_norm_under_two_names_stays_one() -> None:
     norm = nn.BatchNorm1d(4)
-    model = synchronise_batch_norm(nn.ModuleDict({"a": norm, "b": norm}))
+    model = synchronise_batch_norm(nn.ModuleDict({"a": norm, "b": norm}), Ranks())
     assert isinstance(model, nn.ModuleDict)
     assert model["a"] is model["b"]
 
@@ -193,7 +198,7 @@ def test_a_norm_under_two_names_stays_one() -> None:
 def test_a_norm_of_doubles_stays_one_of_doubles() -> None:
     inputs = torch.randn(8, 4).double()
     expected = nn.BatchNorm1d(4).double()(inputs)
-    found = synchronise_batch_norm(nn.BatchNorm1d(4).double())(inputs)
+    found = synchronise_batch_norm(nn.BatchNorm1d(4).double(), Ranks())(inputs)
     torch.testing.assert_close(found, expected)
 
 
@@ -203,8 +208,8 @@ def test_recomputed_norms_count_a_batch_once(mode: Literal["full", "selective"])
     torch.manual_seed(0)
     model, inputs = Digits(norm="batch").model(), torch.randn(8, 1, 8, 8)
     once, twice = copy.deepcopy(model), copy.deepcopy(model)
-    parallelize(once, CPU)(inputs).square().sum().backward()
-    parallelize(twice, CPU, activation_checkpointing=mode)(inputs).square().sum().backward()
+    parallelize(once, Mesh(), CPU)(inputs).square().sum().backward()
+    parallelize(twice, Mesh(), CPU, activation_checkpointing=mode)(inputs).square().sum().backward()
     for expected, found in zip(once.buffers(), twice.buffers(), strict=True):
         torch.testing.assert_close(found, expected)
 

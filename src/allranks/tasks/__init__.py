@@ -26,6 +26,9 @@ class Task:
     defaults: ClassVar[Mapping[str, Any]] = {}
     # Training samples, if their number is fixed: tables that are made without torch show it.
     num_samples: ClassVar[int | None] = None
+    # Whether a sample's loss depends on the others in its batch, as contrastive losses do. Batches
+    # that are too small are then left so: otherwise they are padded, to keep their shape.
+    couples_samples: ClassVar[bool] = False
 
     def model(self) -> nn.Module:
         """Return a freshly initialised model, on the CPU."""

@@ -10,7 +10,8 @@ import random
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,16 @@ from allranks.run.folder import RunDir, no_readable_checkpoint
 from allranks.tasks import Task
 from allranks.train import checkpoint, parallelize
 from allranks.train.agreement import Pulse
-from allranks.train.data import Cut, EvaluationData, Progress, TrainingData, mix
-from allranks.train.loop import SaveEvery, Training, clear_gradients, weighted_losses
+from allranks.train.data import Cut, EvaluationData, MicroBatch, Progress, TrainingData, mix
+from allranks.train.loop import (
+    Loss,
+    SaveEvery,
+    Training,
+    clear_gradients,
+    forward_backward,
+    one_step,
+)
+from allranks.train.mesh import Mesh
 from allranks.train.meter import Meter
 from allranks.train.optim import Schedule, allocate_state, build_optimizer, rate_scale
 
@@ -106,25 +115,26 @@ def gloo_group(job: Job) -> dist.ProcessGroup:
 def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     """Build everything the loop needs, restored from a checkpoint if there is one. Collective."""
     settle_vector_math()
+    mesh = Mesh.of(me.layout, device)
     task = load_staged_task(job)
     seed_everything(job.seed)
     datasets = task.datasets()
-    data = training_data(me, job, task, datasets["train"], device)
+    data = training_data(me, mesh, job, task, datasets["train"], device)
     precision = parallelize.resolve_precision(job.precision, device)
-    seed_everything(job.seed)
-    model = task.model()
+    autocast = parallelize.autocast(precision, device)
+    model = build_model(job, mesh, task, data, autocast)
     compiled = should_compile(job, data, model, device)
-    model = parallelize.parallelize(
-        model, device, activation_checkpointing=job.activation_checkpointing, compile=compiled
-    )
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(job.optimizer, parameters)
     scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
     allocate_state(optimizer)
-    progress, metrics = restore(me, model, optimizer, scaler)
+    progress, metrics = restore(me, parallelize.plain(model), optimizer, scaler)
     last_step = last_step_of(job, data, progress)
+    if compiled:
+        parallelize.plain(model).compile()  # in DDP: it divides the graph by its buckets
     training = Training(
         task=task,
+        mesh=mesh,
         model=model,
         loss=torch.compile(task.loss) if compiled else task.loss,
         parameters=parameters,
@@ -132,15 +142,15 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         optimizer=optimizer,
         schedule=Schedule(job.optimizer, num_steps=last_step, scale=rate_scale(job, me.world_size)),
         scaler=scaler,
-        autocast=parallelize.autocast(precision, device),
+        autocast=autocast,
         max_norm=job.optimizer.clip,
         data=data,
         evaluations=evaluations(datasets, data),
-        meter=Meter(log, log_every=job.log_every, last_step=last_step),
+        meter=Meter(log, mesh.world, log_every=job.log_every, last_step=last_step),
         pulse=Pulse(gloo_group(job) if me.world_size > 1 else None),
         checkpointer=checkpoint.Checkpointer(
             me.run.checkpoints,
-            model,
+            parallelize.plain(model),
             optimizer,
             keep=job.checkpoint.keep,
             group=gloo_group(job),
@@ -148,6 +158,8 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
             saved_step=progress.step or -1,
         ),
         save_every=save_every(job),
+        forward_backward=forward_backward,
+        step=one_step,
         device=device,
         seed=job.seed,
         last_step=last_step,
@@ -159,6 +171,25 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     log.write_past("start", **describe(me, training, precision, compiled))
     warm_up(training)
     return training
+
+
+def build_model(
+    job: Job, mesh: Mesh, task: Task, data: TrainingData, autocast: AbstractContextManager[None]
+) -> nn.Module:
+    """The task's model, with the same weights on every layout, ready to be called. Collective."""
+    seed_everything(job.seed)
+    model = task.model()
+    if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        data.dtype = torch.float64
+    return parallelize.parallelize(
+        model,
+        mesh,
+        data.device,
+        activation_checkpointing=job.activation_checkpointing,
+        one_pass=lambda model: pass_without_weight(
+            model, task.loss, autocast, data.example(Progress())
+        ),
+    )
 
 
 def load_staged_task(job: Job) -> Task:
@@ -226,13 +257,19 @@ def seed_everything(seed: int) -> None:
 
 
 def training_data(
-    me: Rank, job: Job, task: Task, dataset: Dataset[Any], device: torch.device
+    me: Rank, mesh: Mesh, job: Job, task: Task, dataset: Dataset[Any], device: torch.device
 ) -> TrainingData:
-    batch_size = job.batch_size or (job.batch_size_per_rank or 0) * me.world_size
+    batch_size = job.batch_size or (job.batch_size_per_rank or 0) * mesh.data.size
     return TrainingData(
         dataset,
         task,
-        Cut(batch_size, me.rank, me.world_size, job.micro_batch_size),
+        # No batch is larger than an epoch: it would be padded up to its size.
+        Cut(
+            min(batch_size, max(1, len(dataset))),  # type: ignore[arg-type]  # it has a length
+            mesh.data.rank,
+            mesh.data.size,
+            job.micro_batch_size,
+        ),
         seed=job.seed,
         device=device,
         num_workers=job.data.num_workers,
@@ -274,11 +311,14 @@ def last_step_of(job: Job, data: TrainingData, progress: Progress) -> int:
 def evaluations(
     datasets: Mapping[str, Dataset[Any]], data: TrainingData
 ) -> dict[str, EvaluationData]:
-    low, high = data.cut.micro_batches(0, data.cut.batch_size)[0]
-    # Batches as large as a micro-batch in training fit in memory here too.
-    cut = replace(data.cut, batch_size=max(1, high - low))
     return {
-        split: EvaluationData(dataset, cut, device=data.device, num_workers=data.num_workers)
+        split: EvaluationData(
+            dataset,
+            data.cut,
+            device=data.device,
+            num_workers=data.num_workers,
+            pads=data.pads,
+        )
         for split, dataset in datasets.items()
         if split != "train"
     }
@@ -319,39 +359,35 @@ def restore(
 
 
 def warm_up(t: Training) -> None:
-    """Wrap the model in DDP, and make one pass that changes nothing. Collective.
+    """Make one pass that changes nothing. Collective.
 
     DDP regroups its gradient buckets after its first backward pass, which changes the order of its
     sums: if that pass were the first real step, a resumed run would differ in the last bit.
     """
-    buffers = [buffer.clone() for buffer in t.model.buffers()]
     t.model.train()
-    _pass_without_weight(t)
-    if dist.get_world_size() > 1:
-        # DDP fails on parameters that take no part in the loss, unless it is told to look for them.
-        unused = torch.tensor(any(p.grad is None for p in t.parameters), device=t.device).int()
-        dist.all_reduce(unused)
-        clear_gradients(t)
-        t.model = parallelize.data_parallel(
-            t.model, t.device, find_unused_parameters=bool(unused.item())
-        )
-        _pass_without_weight(t)
-    with torch.no_grad():
-        for buffer, before in zip(t.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+    pass_without_weight(t.model, t.loss, t.autocast, t.data.example(t.progress))
     clear_gradients(t)
 
 
-def _pass_without_weight(t: Training) -> None:
-    losses, weights, _ = weighted_losses(t, t.data.example(t.progress))
-    if losses.shape != weights.shape:
+def pass_without_weight(
+    model: nn.Module, loss: Loss, autocast: AbstractContextManager[None], micro: MicroBatch
+) -> None:
+    """A forward and a backward pass that changes nothing but gradients. Collective."""
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    with autocast:
+        losses = loss(model(micro.inputs), micro.targets)
+    losses = losses[0] if isinstance(losses, tuple) else losses
+    size = len(micro.weights)
+    if losses.shape != (size,):
         raise AllranksError(
-            f"{type(t.task).__name__}.loss returned shape {list(losses.shape)} for a batch of "
-            f"{len(weights)} samples",
-            fix=f"return one loss per sample, shape [{len(weights)}]: with torch's loss functions, "
+            f"the task's loss returned shape {list(losses.shape)} for a batch of {size} samples",
+            fix=f"return one loss per sample, shape [{size}]: with torch's loss functions, "
             'use reduction="none"',
         )
-    (losses if t.scaler is None else t.scaler.scale(losses)).backward(torch.zeros_like(weights))
+    losses.backward(torch.zeros_like(losses))
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
 
 def link_between_ranks(me: Rank) -> str:

@@ -3,6 +3,9 @@
 The order of samples is a function of (seed, epoch, position). A global batch is the next
 `batch_size` positions, divided into ranks and micro-batches as evenly as possible. So on any layout
 each sample is seen exactly once per epoch, including those of the last, smaller batch.
+
+Every micro-batch has the same shape, so that nothing is compiled twice: what is missing is padded
+with borrowed samples, which count for nothing.
 """
 
 from __future__ import annotations
@@ -50,6 +53,17 @@ class Cut:
     parts: int
     micro_batch_size: int | None = None
 
+    @property
+    def largest(self) -> int:
+        """Samples in the largest micro-batch of a whole global batch, over all ranks."""
+        share = -(-self.batch_size // self.parts)
+        return -(-share // -(-share // (self.micro_batch_size or share)))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all micro-batches of a whole global batch are equally large, on all ranks."""
+        return self.batch_size % (self.parts * self.largest) == 0
+
     def share(self, start: int, stop: int) -> tuple[int, int]:
         """This rank's positions in a global batch; two ranks' shares differ by at most one."""
         count = stop - start
@@ -63,10 +77,8 @@ class Cut:
         are too few samples for all, some are empty.
         """
         low, high = self.share(start, stop)
-        if self.micro_batch_size is None:
-            return [(low, high)]
         size, largest_share = high - low, -(-(stop - start) // self.parts)
-        count = -(-largest_share // self.micro_batch_size)
+        count = -(-largest_share // self.largest)
         return [(low + i * size // count, low + (i + 1) * size // count) for i in range(count)]
 
 
@@ -81,12 +93,12 @@ class Progress:
 
 
 class MicroBatch(NamedTuple):  # created at every step: a frozen dataclass takes three times as long
-    """The samples of one backward pass; an empty one has a borrowed sample of weight 0."""
+    """The samples of one backward pass, and padding: borrowed samples of weight 0."""
 
     inputs: Any
     targets: Any
     weights: Tensor  # per sample; over the global batch they add up to the number of ranks
-    is_empty: bool = False
+    counted: Tensor  # per sample: 1.0, or 0.0 for padding
 
 
 class Batch(NamedTuple):
@@ -125,7 +137,9 @@ class TrainingData:
         self.cut = cut
         self.seed = seed
         self.device = device
-        self._weights: dict[tuple[int, float], Tensor] = {}
+        self.dtype = torch.float32  # of the weights: the model's, if that is float64
+        self.pads = not task.couples_samples
+        self._weights: dict[tuple[int, int, float], Tensor] = {}
         has_transform = task.has_transform()
         self._samples = _Samples(dataset, task.transform if has_transform else None, seed)
         self._fetch = None if has_transform else direct_fetch(dataset, device)
@@ -146,6 +160,11 @@ class TrainingData:
     @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_samples // self.cut.batch_size)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether some micro-batches have borrowed samples."""
+        return not self.cut.is_even or self.num_samples % self.cut.batch_size > 0
 
     def order(self, epoch: int) -> Tensor:
         """The index of the sample at each position of an epoch, counted from 0."""
@@ -174,8 +193,9 @@ class TrainingData:
             batch = self._fetch(indices)
         else:
             batch = self._samples.collate([self._samples[epoch, i] for i in indices.tolist()])
-        inputs, targets = on_device(batch, self.device)
-        return MicroBatch(inputs, targets, self._sample_weights(len(indices), 1.0))
+        _, start, stop = next(self._spans(progress))
+        low, high = self.cut.micro_batches(start, stop)[0]
+        return self._micro_batch(on_device(batch, self.device), high - low, len(indices), 1.0)
 
     def _fetched(self, progress: Progress) -> Iterator[Any]:
         if self._fetch is not None:
@@ -189,17 +209,26 @@ class TrainingData:
     ) -> Iterator[MicroBatch]:
         for low, high in pieces:
             timeline.mark(timeline.DATA)
-            inputs, targets = next(fetched)
+            pair = next(fetched)
             timeline.mark(timeline.FORWARD)
-            if high > low:
-                yield MicroBatch(inputs, targets, self._sample_weights(high - low, weight))
-            else:
-                yield MicroBatch(inputs, targets, self._sample_weights(1, 0.0), is_empty=True)
+            yield self._micro_batch(pair, high - low, self._padded(high - low), weight)
 
-    def _sample_weights(self, num_samples: int, weight: float) -> Tensor:
-        key = (num_samples, weight)
+    def _padded(self, count: int) -> int:
+        """Samples in a micro-batch of so many that count. An empty one needs one in any case."""
+        return self.cut.largest if self.pads else max(1, count)
+
+    def _micro_batch(self, pair: Any, count: int, size: int, weight: float) -> MicroBatch:
+        inputs, targets = pair
+        weights = self._first(count, size, weight)
+        return MicroBatch(inputs, targets, weights, self._first(count, size, 1.0))
+
+    def _first(self, count: int, size: int, value: float) -> Tensor:
+        """A value for each of the first samples, and 0 for the others."""
+        key = (count, size, value)
         if key not in self._weights:
-            self._weights[key] = torch.full((num_samples,), weight, device=self.device)
+            made = torch.zeros(size, dtype=self.dtype)
+            made[:count] = value
+            self._weights[key] = made.to(self.device)
         return self._weights[key]
 
     def _spans(self, progress: Progress) -> Iterator[tuple[int, int, int]]:
@@ -221,46 +250,63 @@ class TrainingData:
                 if self._fetch is not None:
                     order = order.to(self._fetch.index_device)
             for low, high in self.cut.micro_batches(start, stop):
-                yield epoch, order[low:high] if high > low else order[start : start + 1]
+                yield epoch, padded(order[low:high], order[start], self._padded(high - low))
+
+
+def padded(indices: Tensor, borrowed: Tensor, size: int) -> Tensor:
+    """The indices and, up to `size` of them, the borrowed one."""
+    missing = size - len(indices)
+    return torch.cat([indices, borrowed.expand(missing)]) if missing else indices
 
 
 class EvaluationData:
-    """This rank's share of a whole data set, in order."""
+    """This rank's share of a whole data set, in order, in equally many batches on every rank."""
 
     def __init__(
-        self, dataset: Dataset[Any], cut: Cut, *, device: torch.device, num_workers: int = 0
+        self,
+        dataset: Dataset[Any],
+        cut: Cut,
+        *,
+        device: torch.device,
+        num_workers: int = 0,
+        pads: bool = True,
     ) -> None:
         self.device = device
-        size: int = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
-        low, high = cut.share(0, size)
-        if size == 0:
+        num_samples: int = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
+        if num_samples == 0:
             raise AllranksError(
                 "a data set to evaluate on has no samples", fix="leave it out of datasets()"
             )
-        starts = range(low, high, cut.batch_size)
-        self._spans = [(start, min(start + cut.batch_size, high)) for start in starts]
-        self._is_empty = not self._spans
-        if self._is_empty:
-            self._spans = [(0, 1)]  # borrowed, so that this rank also learns the metrics' names
+        low, high = cut.share(0, num_samples)
+        size, largest_share = cut.largest, -(-num_samples // cut.parts)
+        num_batches = -(-largest_share // size)
+        spans = [
+            (min(low + i * size, high), min(low + (i + 1) * size, high)) for i in range(num_batches)
+        ]
+        self._counts = [stop - start for start, stop in spans]
+        sizes = [size if pads else max(1, count) for count in self._counts]
+        self._indices = [
+            padded(torch.arange(*span), torch.tensor(0), size)
+            for span, size in zip(spans, sizes, strict=True)
+        ]
         self._fetch = direct_fetch(dataset, device)
         self._loader: DataLoader[Any] | None = None
         if self._fetch is None:
-            ranges = [list(range(*span)) for span in self._spans]
             options = loader_options(num_workers, 2, device)
-            self._loader = DataLoader(dataset, batch_sampler=ranges, **options)
+            indices = [indices.tolist() for indices in self._indices]
+            self._loader = DataLoader(dataset, batch_sampler=indices, **options)
 
     def __iter__(self) -> Iterator[tuple[Any, Any, int]]:
-        """Inputs, targets and number of samples (0 if they are borrowed) of each batch."""
+        """Inputs, targets and how many of the samples count, the first ones, of each batch."""
         if self._fetch is None:
             assert self._loader is not None
             fetched: Iterator[Any] = iter(self._loader)
         else:
             device = self._fetch.index_device
-            ranges = (torch.arange(low, high, device=device) for low, high in self._spans)
-            fetched = map(self._fetch, ranges)
+            fetched = map(self._fetch, (indices.to(device) for indices in self._indices))
         pairs = ahead_on_device(fetched, self.device)
-        for (low, high), (inputs, targets) in zip(self._spans, pairs, strict=True):
-            yield inputs, targets, 0 if self._is_empty else high - low
+        for count, (inputs, targets) in zip(self._counts, pairs, strict=True):
+            yield inputs, targets, count
 
 
 class _Samples(Dataset[Any]):

@@ -27,7 +27,8 @@ from allranks.run.folder import write_atomically
 from allranks.tasks import Task
 from allranks.train.build import Rank, build, load_staged_task, seed_everything, training_data
 from allranks.train.data import Batch, Progress, TrainingData
-from allranks.train.loop import Training, forward_backward, seed_dropout, update
+from allranks.train.loop import Training, seed_dropout
+from allranks.train.mesh import Mesh
 from allranks.train.signals import stop_requested
 
 VARIABLE = "ALLRANKS_BENCH_DATA"  # what the command asked for
@@ -56,6 +57,7 @@ class Bench:
 
     def __init__(self, me: Rank, job: Job, device: torch.device) -> None:
         self.me, self.job, self.device = me, job, device
+        self.mesh = Mesh.of(me.layout, device)
         asked = json.loads(os.environ[VARIABLE])
         self.seconds: float = asked["seconds"]
         self.repeats: int = asked["repeats"]
@@ -101,7 +103,7 @@ class Bench:
     ) -> TrainingData:
         data = self.job.data.model_copy(update={"num_workers": num_workers})
         job = self.job.model_copy(update={"data": data})
-        return training_data(self.me, job, task, dataset, self.device)
+        return training_data(self.me, self.mesh, job, task, dataset, self.device)
 
     def step_pace(self, t: Training, batches: Generator[Batch, None, None]) -> float:
         """Samples per second of the task's own steps."""
@@ -113,8 +115,7 @@ class Bench:
             t.progress.step += 1
             t.schedule.set(t.optimizer, min(t.progress.step, t.last_step))
             seed_dropout(t, t.progress.step)
-            forward_backward(t, batch, want_loss=False)  # collective
-            update(t)
+            t.step(t, batch, False)  # collective
             return batch.num_samples
 
         with closing(batches):

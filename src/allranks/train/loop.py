@@ -12,22 +12,26 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from allranks.tasks import Task
 from allranks.train.agreement import Pulse
 from allranks.train.checkpoint import Checkpointer
 from allranks.train.data import Batch, EvaluationData, MicroBatch, Progress, TrainingData, mix
+from allranks.train.mesh import Mesh
 from allranks.train.meter import Meter
 from allranks.train.optim import Schedule, clip_gradients
 from allranks.train.parallelize import (
     SynchronisedBatchNorm,
-    norms_ignore_this_rank,
+    norms_count,
     plain,
     without_sync,
 )
 from allranks.train.signals import stop_requested
+
+Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]  # of outputs and targets, per sample
+# What is computed for a batch; whether its loss is wanted, which then is returned.
+Compute = Callable[["Training", Batch, bool], Tensor | None]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,8 +39,9 @@ class Training:
     """The parts of one rank's training."""
 
     task: Task
+    mesh: Mesh
     model: nn.Module  # wrapped in DDP if there are several ranks
-    loss: Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]  # the task's, maybe compiled
+    loss: Loss  # the task's, maybe compiled
     parameters: list[nn.Parameter]
     norms: list[SynchronisedBatchNorm]
     optimizer: torch.optim.Optimizer
@@ -50,6 +55,8 @@ class Training:
     pulse: Pulse
     checkpointer: Checkpointer
     save_every: SaveEvery
+    forward_backward: Compute
+    step: Compute  # everything between one batch and the next that only the device works on
     device: torch.device
     seed: int
     last_step: int
@@ -79,8 +86,7 @@ def train(t: Training) -> Literal["finished", "stopped"]:
         step = t.progress.step + 1
         t.schedule.set(t.optimizer, step)
         seed_dropout(t, step)
-        loss = forward_backward(t, batch, want_loss=t.meter.wants_loss(step))  # collective
-        update(t)
+        loss = t.step(t, batch, t.meter.wants_loss(step))  # collective
         advance(t.progress, batch)
         t.meter.end_step(t.progress, batch, loss)
 
@@ -106,7 +112,14 @@ def train(t: Training) -> Literal["finished", "stopped"]:
     return "finished" if finished else "stopped"
 
 
-def forward_backward(t: Training, batch: Batch, *, want_loss: bool) -> Tensor | None:
+def one_step(t: Training, batch: Batch, want_loss: bool) -> Tensor | None:
+    """Make one optimizer step; return this rank's part of its loss if it is wanted. Collective."""
+    loss = t.forward_backward(t, batch, want_loss)
+    update(t)
+    return loss
+
+
+def forward_backward(t: Training, batch: Batch, want_loss: bool) -> Tensor | None:
     """Compute the gradients of the global batch's mean loss. Collective.
 
     Returns this rank's part of that mean if it is wanted. Ranks exchange gradients during the last
@@ -124,25 +137,30 @@ def forward_backward(t: Training, batch: Batch, *, want_loss: bool) -> Tensor | 
             loss = part if loss is None else loss + part
         if own_weight is not None:
             total_weight = own_weight if total_weight is None else total_weight + own_weight
-    world_size = t.data.cut.parts
     if total_weight is not None:  # the task weights its samples: the divisor is known only now
-        dist.all_reduce(total_weight)  # collective
-        correction = torch.where(total_weight > 0, world_size / total_weight, 0.0)
+        t.mesh.data.sum(total_weight)  # collective
+        correction = torch.where(total_weight > 0, t.mesh.data.size / total_weight, 0.0)
         torch._foreach_mul_([p.grad for p in t.parameters if p.grad is not None], correction)
         loss = loss * correction if loss is not None else None
-    return loss / world_size if loss is not None else None
+    return loss / t.mesh.data.size if loss is not None else None
 
 
 def weighted_losses(t: Training, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
     """Each sample's loss and weight in the global mean, and the task's own weights' sum if any."""
-    with t.autocast, norms_ignore_this_rank(t.norms) if micro.is_empty else nullcontext():
+    counted = norms_count(t.norms, micro.counted) if t.norms and t.data.borrows else nullcontext()
+    with t.autocast, counted:
         outputs = t.model(micro.inputs)
         losses = t.loss(outputs, micro.targets)
     if isinstance(losses, tuple):
         losses, own = losses
         weights = micro.weights * own
-        return losses.float(), weights, weights.sum()
-    return losses.float(), micro.weights, None
+        return in_full(losses), weights, weights.sum()
+    return in_full(losses), micro.weights, None
+
+
+def in_full(losses: Tensor) -> Tensor:
+    """Losses in float32 at least."""
+    return losses if losses.dtype == torch.float64 else losses.float()
 
 
 def update(t: Training) -> None:
@@ -187,19 +205,17 @@ def evaluate(t: Training, split: str) -> dict[str, float]:
     """The mean loss and metrics over a whole data set, equal on all ranks. Collective."""
     model = plain(t.model).eval()
     sums: dict[str, Tensor] = {}  # name -> [sum of values, sum of their weights]
-    for inputs, targets, num_samples in t.evaluations[split]:
+    for inputs, targets, count in t.evaluations[split]:
         with t.autocast:
             outputs = model(inputs)
             losses = t.loss(outputs, targets)
-        weights = torch.ones_like(losses[0] if isinstance(losses, tuple) else losses)
-        if isinstance(losses, tuple):
-            losses, weights = losses
+        losses, weights = losses if isinstance(losses, tuple) else (losses, torch.ones_like(losses))
         for name, values in {"loss": losses, **t.task.metrics(outputs, targets)}.items():
-            weight = weights.double() if name == "loss" else torch.ones_like(values.double())
-            pair = torch.stack([(values.double() * weight).sum(), weight.sum()])
-            sums[name] = sums.get(name, 0) + pair * (num_samples > 0)
-    totals = torch.stack(list(sums.values()))
-    dist.all_reduce(totals)  # collective
+            values = values[:count].double()
+            weight = weights[:count].double() if name == "loss" else torch.ones_like(values)
+            pair = torch.stack([(values * weight).sum(), weight.sum()])
+            sums[name] = sums.get(name, 0) + pair
+    totals = t.mesh.data.sum(torch.stack(list(sums.values())))  # collective
     t.model.train()
     means = (totals[:, 0] / totals[:, 1]).tolist()
     return dict(zip(sums, means, strict=True))
@@ -219,7 +235,7 @@ def evaluate_and_record(t: Training, split: str) -> None:
     for name, value in evaluate(t, split).items():
         record = {"step": t.progress.step, "name": f"{split}_{name}", "value": value}
         t.metrics.append(record)
-        if t.meter.rank == 0:
+        if t.mesh.world.rank == 0:
             t.meter.log.write("metric", **record)
     t.meter.evaluated(time.perf_counter() - began)
     t.meter.begin_step()
@@ -238,7 +254,7 @@ def save_due(t: Training) -> bool:
     """Whether a checkpoint is due by rank 0's clock; the pulse tells the other ranks."""
     return (
         t.save_every.seconds is not None
-        and t.meter.rank == 0
+        and t.mesh.world.rank == 0
         and t.checkpointer.seconds_since_save() >= t.save_every.seconds
     )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from allranks.run.events import SCHEMA_VERSION, EventLog
 from allranks.timing import timeline
 from allranks.train.data import Batch, Progress
+from allranks.train.mesh import Ranks
 
 MAX_KEPT, MAX_KEPT_LOSSES = 1024, 1 << 20  # micro-batches, and losses in them
 
@@ -25,12 +26,11 @@ class Meter:
     over the ranks in one call, and are written to the event log once they have arrived.
     """
 
-    def __init__(self, log: EventLog, *, log_every: int, last_step: int) -> None:
+    def __init__(self, log: EventLog, ranks: Ranks, *, log_every: int, last_step: int) -> None:
         self.log = log
+        self.ranks = ranks  # whose losses add up to the global mean
         self.log_every = log_every
         self.last_step = last_step
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
         self.step_seconds = 0.0  # sum over this attempt
         self._evaluation = 0.0  # seconds since the last step
         self._waiting: list[tuple[_LateLoss, Tensor]] = []
@@ -72,9 +72,9 @@ class Meter:
             late = _LateLoss()
             self._waiting.append((late, loss))
             self._waiting_step = progress.step
-            if self.rank == 0:
+            if self.ranks.rank == 0:
                 event["loss"] = late
-            if self.world_size == 1:
+            if self.ranks.size == 1:
                 self.reduce_losses()
         self.log.append(event)
 
@@ -84,8 +84,10 @@ class Meter:
             return
         losses = torch.stack([loss for _, loss in self._waiting])
         self.own.check(self._waiting_step, losses)
-        work = dist.reduce(losses, dst=0, async_op=True) if self.world_size > 1 else None
-        if self.rank == 0:
+        work = None
+        if self.ranks.size > 1:
+            work = dist.reduce(losses, dst=0, group=self.ranks.group, async_op=True)
+        if self.ranks.rank == 0:
             arrival = _Arrival(losses, work)
             for index, (late, _) in enumerate(self._waiting):
                 late.arrival, late.index = arrival, index

@@ -1,16 +1,15 @@
-"""Prepares a model for many ranks: synchronised norms, checkpointing, compilation, DDP."""
+"""Prepares a model for many ranks: synchronised norms, activation checkpointing, DDP."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from allranks.errors import AllranksError
+from allranks.train.mesh import Mesh, Ranks
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 
@@ -29,27 +29,40 @@ _NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _RENAMED else "broadcast_buffe
 
 def parallelize(
     model: nn.Module,
+    mesh: Mesh,
     device: torch.device,
     *,
     activation_checkpointing: Literal["off", "full", "selective"] = "off",
-    compile: bool = False,
+    one_pass: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
-    """The model, ready for `data_parallel`."""
-    model = synchronise_batch_norm(model)
+    """The model to call in training. Collective.
+
+    `one_pass` makes a forward and backward pass that changes nothing but gradients. It shows which
+    parameters take no part in the loss: DDP fails on them unless it is told to look for them.
+    """
+    synchronise_batch_norm(model, mesh.data)
     model.to(device)
     if activation_checkpointing != "off":
         checkpoint_activations(model, selective=activation_checkpointing == "selective")
-    if compile:
-        model.compile()
+    if mesh.data.size > 1:
+        assert one_pass is not None
+        one_pass(model)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        unused = torch.tensor(any(p.grad is None for p in parameters), device=device).int()
+        mesh.data.largest(unused)  # collective
+        for parameter in parameters:
+            parameter.grad = None
+        model = data_parallel(model, mesh.data, device, find_unused_parameters=bool(unused.item()))
     return model
 
 
 def data_parallel(
-    model: nn.Module, device: torch.device, *, find_unused_parameters: bool = False
+    model: nn.Module, ranks: Ranks, device: torch.device, *, find_unused_parameters: bool = False
 ) -> DistributedDataParallel:
-    """The model to call in training: its gradients are averaged over the ranks. Collective."""
+    """A model whose gradients are averaged over the ranks. Collective."""
     return DistributedDataParallel(
         model,
+        process_group=ranks.group,
         find_unused_parameters=find_unused_parameters,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
@@ -168,7 +181,8 @@ class SynchronisedBatchNorm(_BatchNorm):
     on.
     """
 
-    contributes = True  # False on a rank whose only sample is borrowed
+    ranks = Ranks()
+    counted: Tensor | None = None  # 1.0 for each sample, 0.0 for padding; None: all are counted
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -181,13 +195,19 @@ class SynchronisedBatchNorm(_BatchNorm):
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         x = input if input.dtype == torch.float64 else input.float()
-        weight = float(self.contributes)
-        count = torch.full((1,), weight * x.numel() / x.size(1), device=x.device)
-        totals = _sum_over_ranks(torch.cat([x.sum(dims) * weight, count]))
+        count = torch.full((1,), x.numel() / x.size(1), device=x.device, dtype=x.dtype)
+        weights = None
+        if self.counted is not None:
+            # A module may have made several rows of each sample.
+            rows = self.counted.to(x.dtype).repeat_interleave(x.size(0) // len(self.counted))
+            count = count * rows.mean()
+            weights = rows.view(-1, *[1] * (x.dim() - 1))
+        totals = _sum_over(self.ranks, torch.cat([_weighted(x, weights).sum(dims), count]))
         count = totals[-1].detach()
         mean = totals[:-1] / count
         centred = x - mean.view(shape)
-        variance = _sum_over_ranks((centred * centred).sum(dims) * weight) / count
+        squares = _weighted(centred * centred, weights).sum(dims)
+        variance = _sum_over(self.ranks, squares) / count
         if not _is_recomputing():
             self._track(mean.detach(), variance.detach(), count)
         y = centred * torch.rsqrt(variance + self.eps).view(shape)
@@ -214,12 +234,16 @@ class SynchronisedBatchNorm(_BatchNorm):
             self.running_var.lerp_(unbiased, self.momentum)
 
 
-def _sum_over_ranks(value: Tensor) -> Tensor:
-    if dist.get_world_size() == 1:
+def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    return values if weights is None else values * weights
+
+
+def _sum_over(ranks: Ranks, value: Tensor) -> Tensor:
+    if ranks.size == 1:
         return value
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        result: Tensor = all_reduce_with_gradient(value)
+        result: Tensor = all_reduce_with_gradient(value, group=ranks.group)
     return result
 
 
@@ -228,12 +252,14 @@ def _is_recomputing() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def synchronise_batch_norm(model: nn.Module) -> nn.Module:
+def synchronise_batch_norm(model: nn.Module, ranks: Ranks) -> nn.Module:
     """Synchronise every BatchNorm of a model across ranks."""
     for module in model.modules():
         if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             # The same object, so that shared, tied and frozen parameters stay as they are.
             module.__class__ = SynchronisedBatchNorm
+    for norm in batch_norms(model):
+        norm.ranks = ranks
     return model
 
 
@@ -242,12 +268,12 @@ def batch_norms(model: nn.Module) -> list[SynchronisedBatchNorm]:
 
 
 @contextlib.contextmanager
-def norms_ignore_this_rank(norms: list[SynchronisedBatchNorm]) -> Iterator[None]:
-    """A context in which this rank contributes nothing to the norms' sums."""
+def norms_count(norms: list[SynchronisedBatchNorm], counted: Tensor) -> Iterator[None]:
+    """A context in which only the counted samples contribute to the norms' statistics."""
     for norm in norms:
-        norm.contributes = False
+        norm.counted = counted
     try:
         yield
     finally:
         for norm in norms:
-            norm.contributes = True
+            norm.counted = None
