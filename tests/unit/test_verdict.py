@@ -214,12 +214,15 @@ def test_a_mixture_is_not_surely_one_thing(tmp_path: Path) -> None:
     shown = {0: cpu_trace(host=30.0, local=128.0)}
     found = verdict_of(planted(tmp_path, both, traces=shown, each=each))
     assert found.limit in ("data", "host") and not found.sure
+    other = {"data": "host", "host": "data"}[found.limit]
+    assert found.doubt is not None and found.doubt.startswith(f"{other} takes ")
 
 
 def test_more_threads_than_cpus_make_nothing_sure(tmp_path: Path) -> None:
     run = planted(tmp_path, *[HEALTHY] * 4, comm=50.0, traces=traces(4), start={"threads": 4})
     found = verdict_of(run)
     assert (found.limit, found.sure) == ("communication", False)
+    assert found.doubt == "16 threads share 8 CPUs"
 
 
 def test_a_pause_too_rare_for_the_last_steps_is_seen_by_the_clock(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def judged(found: Judgement | None) -> dict[str, Any]:
 
 
 SURE, NOT_SURE = "sure", "not sure"
-LIMITED, NEXT, SINCE, WARNING = "limited by", "next", "since", "warning"
+LIMITED, DOUBT, NEXT, SINCE, WARNING = "limited by", "doubt", "next", "since", "warning"
 OF_TRACE = tuple(part for part in LOCAL if part != "compute")
 SHOWN_PARTS = (*LOCAL, *(part for part in PARTS if part != "compute"))
 LEAST_SHOWN = 0.01  # of a step
@@ -85,6 +85,8 @@ def verdict_lines(found: Mapping[str, Any]) -> list[VerdictLine]:
         sure = SURE if verdict["sure"] else NOT_SURE
         why = with_line(verdict["why"], verdict["line"])
         lines.append(VerdictLine(LIMITED, f"{what}: {why}", sure if is_known else ""))
+        if verdict.get("doubt"):  # verdicts of earlier versions have none
+            lines.append(VerdictLine(DOUBT, clean(verdict["doubt"])))
         if verdict["next"]:
             gain = f"up to {number(verdict['gain'], 2)}x" if verdict["gain"] else ""
             lines.append(VerdictLine(NEXT, clean(verdict["next"]), gain))

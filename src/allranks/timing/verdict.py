@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, read_both_ends, read_ranks
-from allranks.show.numbers import count, duration
+from allranks.show.numbers import count, duration, percent
 from allranks.timing.limits import SAYING
-from allranks.timing.limits.facts import Facts, Thresholds
+from allranks.timing.limits.facts import LEAST_GAIN, Facts, Thresholds
 from allranks.timing.limits.ranks import is_jitter
 from allranks.timing.memory import growing_memory
 from allranks.timing.mfu import utilisation
@@ -65,6 +65,7 @@ class Verdict:
     share: float | None = None  # of the time from the first steady step to the last, 0 to 1
     rank: int | None = None  # if it is about a single one
     sure: bool = False
+    doubt: str | None = None  # why it is not sure
     next: str | None = None  # what to type
     gain: float | None = None  # without it, a run is at most this many times as fast
     line: str | None = None  # of the user's code, such as train.py:52
@@ -203,12 +204,14 @@ def verdict_of(
     facts = Facts(run=run, records=records, found=found, limits=limits)
     limit = limit_of(facts)
     said = SAYING[limit](facts)
+    doubt = facts.crowding or doubt_of(limit, found, limits) or said.doubt
     verdict = Verdict(
         limit=limit,
         why=said.why,
         share=round(found.shares[limit], 4),
         rank=said.rank,
-        sure=is_sure(limit, found, limits) and not facts.crowding and said.is_sure,
+        sure=doubt is None,
+        doubt=doubt,
         next=said.next,
         gain=gain_of(limit, found) if limit != "compute" else None,
         line=said.line,
@@ -253,6 +256,7 @@ def too_short(likely: Verdict, found: Measured) -> Verdict:
         limit="too-short",
         why=f"{only}, which look limited by {likely.limit}: {likely.why}",
         sure=False,
+        doubt=None,
         next=f"let it run for at least {ENOUGH_STEPS} steady steps",
         gain=None,
         cause=likely.cause and "too-short-to-judge",
@@ -290,10 +294,11 @@ def limit_of(facts: Facts) -> Limit:
     return best
 
 
-def is_sure(limit: Limit, found: Measured, limits: Thresholds) -> bool:
-    """Whether no other part could be the limit, judging by how much the shares vary in the run."""
+def doubt_of(limit: Limit, found: Measured, limits: Thresholds) -> str | None:
+    """Which other part could be the limit, judging by how much the shares vary in the run."""
+    untraced = "no step was traced" + (f" ({found.problem})" if found.problem else "")
     if limit in LOCAL and not found.has_trace:
-        return False
+        return untraced
     shares = found.shares
     rivals = [part for part in LIMITS[1:] if part != limit]
     if not found.has_trace:
@@ -301,13 +306,20 @@ def is_sure(limit: Limit, found: Measured, limits: Thresholds) -> bool:
         rivals = [part for part in rivals if part not in LOCAL]
         hidden = math.fsum(shares[part] for part in LOCAL)
         if shares[limit] <= hidden:
-            return False
+            return f"{untraced}, and the ranks' own work takes {percent(hidden, 0)} of the time"
     borders = {part: limits.of(part) for part in LIMITS[1:]}
-    if limit == "compute":
-        return all(is_positive(found, {part: -1.0}, borders[part]) for part in rivals)
-    return is_positive(found, {limit: 1.0}, -borders[limit]) and all(
-        is_positive(found, {limit: 1.0, part: -1.0}) for part in rivals
-    )
+    if limit != "compute" and not is_positive(found, {limit: 1.0}, -borders[limit]):
+        return f"a gain of {LEAST_GAIN:g}x is not certain: its share varies"
+    for part in sorted(rivals, key=lambda part: -shares[part]):
+        if limit == "compute":
+            is_less = is_positive(found, {part: -1.0}, borders[part])
+        else:
+            is_less = is_positive(found, {limit: 1.0, part: -1.0})
+        if not is_less:
+            return (
+                f"{part} takes {percent(shares[part], 0)} of the time, varies, and may matter more"
+            )
+    return None
 
 
 def is_positive(found: Measured, weights: Mapping[str, float], more: float = 0.0) -> bool:

@@ -51,7 +51,7 @@ def second_of(facts: Facts) -> str:
 
 
 def launches(facts: Facts) -> Said:
-    found, traced = facts.found, facts.found.typical
+    traced = facts.found.typical
     evidence = facts.of_step(facts.seconds("launches"))
     if traced is None:
         return idle(facts)
@@ -62,7 +62,6 @@ def launches(facts: Facts) -> Said:
         next=larger_kernels(facts),
         cause="launch-bound",
         evidence=f"launches {evidence}{per}",
-        is_sure=found.has_trace,
     )
 
 
@@ -88,7 +87,7 @@ def idle(facts: Facts) -> Said:
         next=fix,
         cause="small-batch" if is_small else "low-gpu-utilization",
         evidence=f"GPU utilisation {busy} on average{used}",
-        is_sure=False,
+        doubt=f"the use of a GPU, {BY_NVML}, does not show why it is idle",
     )
 
 

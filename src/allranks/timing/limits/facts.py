@@ -78,7 +78,7 @@ class Said:
     evidence: str = ""
     rank: int | None = None
     line: str | None = None
-    is_sure: bool = True
+    doubt: str | None = None  # why it is not sure, as far as these texts know
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ class Reason:
     cause: str
     fix: str
     line: str | None = None
-    is_sure: bool = True
+    doubt: str | None = None  # why it is not sure
 
 
 def hot(facts: Facts, rank: int) -> Reason | None:

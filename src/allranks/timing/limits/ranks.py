@@ -101,7 +101,7 @@ def straggler(facts: Facts) -> Said:
         evidence=evidence,
         rank=rank,
         line=reason.line,
-        is_sure=reason.is_sure,
+        doubt=reason.doubt,
     )
 
 
@@ -148,7 +148,7 @@ def taking_turns(facts: Facts, evidence: str) -> Said:
         else f"group samples by length if lengths differ; otherwise {fix}",
         cause="uneven-steps",
         evidence=evidence,
-        is_sure=False,
+        doubt="no single rank or batch is behind it",
     )
 
 
@@ -196,7 +196,8 @@ def own_code(facts: Facts, rank: int) -> Reason:
         fix = f"compare the lengths of its samples with the others'; otherwise {fix}"
     # A CPU may be slower for a while: it shares caches, memory and its host with others.
     is_chance = factor is not None and factor < SLOWER_CPU and not facts.found.is_gpu
-    return Reason(words=where, cause="slow-rank", fix=fix, is_sure=not is_chance)
+    doubt = "a CPU may be this much slower for a while" if is_chance else None
+    return Reason(words=where, cause="slow-rank", fix=fix, doubt=doubt)
 
 
 def heavier(facts: Facts, rank: int) -> float | None:
