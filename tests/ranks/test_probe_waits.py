@@ -246,3 +246,8 @@ def test_sharded_parameters(tmp_path: Path) -> None:
     told = found.timing()
     assert told.parts is not None and told.slowest_rank == 1
     assert told.parts["straggler"] >= MOST
+    # The others wait for the slow rank where its parameters are gathered.
+    assert {"all-gather", "reduce-scatter"} <= set(told.exchanges)
+    assert told.exchanges["all-gather"] >= MOST
+    for event in found.steps():
+        assert sum(event["exchanges"].values()) <= event["wait"] + 1e-5

@@ -217,6 +217,17 @@ def test_parts_have_the_words_of_the_report() -> None:
     assert set(PART_WORDS) == set(found["rows"][1]["parts"])
 
 
+def test_waiting_is_shown_by_the_name_of_the_exchange() -> None:
+    plain, sharded = repeat("1x1", 0.1), repeat("1x2:fsdp=2", 0.08, comm=0.03)
+    assert sharded.timing is not None
+    named = {"all-gather": 0.02, "reduce-scatter": 0.01}
+    found = as_json([plain, replace(sharded, timing=replace(sharded.timing, exchanges=named))])
+    rows = {row["layout"]: row for row in found["rows"]}
+    assert rows["1x1"]["exchanges"] is None
+    assert rows["1x2:fsdp=2"]["exchanges"] == pytest.approx(named, rel=0.01)
+    assert "waiting of a step, by exchange" in shown(found)
+
+
 def test_what_scales_is_said_to_scale() -> None:
     found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.051)])
     assert "it scales; try more ranks" in found["verdict"]

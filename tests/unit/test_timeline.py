@@ -67,6 +67,17 @@ marks = st.lists(st.tuples(st.sampled_from(LABELS), st.floats(0, 10)), min_size=
 )
 
 
+def test_waiting_is_also_summed_by_the_name_of_the_exchange() -> None:
+    labels = [
+        *((FORWARD, None), (AROUND, "all-gather"), (WAIT, "all-gather"), (FORWARD, None)),
+        *((WAIT, None), (WAIT, "reduce-scatter"), (WAIT, None), (END, 1)),
+    ]
+    fields = phases([(label, float(n), None, note) for n, (label, note) in enumerate(labels)])
+    assert fields["wait"] == 5 and fields["waits"] == [2, 3]
+    assert fields["exchanges"] == {"all-gather": 2, "reduce-scatter": 1}
+    assert "exchanges" not in step(FORWARD, WAIT, FORWARD)
+
+
 @given(marks)
 def test_phases_sum_to_the_step(step_marks: list[Mark]) -> None:
     fields = phases(step_marks)

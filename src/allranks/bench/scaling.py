@@ -307,6 +307,7 @@ def row_object(
         "efficiency": row.efficiency,
         "parts": row.parts,
         "divided": own_work_divided(row.parts, judged(typical)) if row.parts else None,
+        "exchanges": row.exchanges or None,
         "lost": row.lost or None,
         "slowest_rank": row.slowest_rank,
         "slowest_part": row.slowest_part,
@@ -414,6 +415,8 @@ def tables(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Itera
         yield speed_table(rows, found["mode"], found.get("unit", "rank"))
     if rows and all(row["parts"] for row in rows):
         yield parts_table(rows)
+        if any(row["exchanges"] for row in rows):
+            yield exchanges_table([row for row in rows if row["exchanges"]], rows)
         if any(row["lost"] for row in rows[1:]):
             yield lost_table(rows[1:])
 
@@ -477,6 +480,16 @@ def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     ]
     columns = ("layout", *shown.values(), "slowest rank", "limited by")
     return Table("where the time of a step goes", columns, cells, texts=("limited by",))
+
+
+def exchanges_table(those: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """How long a rank waits in each kind of exchange, for bytes and for other ranks."""
+    names = dict.fromkeys(name for row in those for name in row["exchanges"])
+    cells = [
+        (name_of(row, rows), *(duration(row["exchanges"].get(name)) for name in names))
+        for row in those
+    ]
+    return Table("waiting of a step, by exchange", ("layout", *names), cells)
 
 
 def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -23,10 +23,18 @@ from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter
 from allranks.timing.timeline import AFTER, AROUND, BACKWARD, MAX_MARKS, OPTIMIZER, OTHER, WAIT
 
-SYNCHRONOUS = (
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
-    *("reduce_scatter_tensor", "broadcast", "reduce", "all_to_all", "all_to_all_single", "barrier"),
-)
+# torch's functions that wait for other ranks, and what the exchange is called.
+SYNCHRONOUS = {
+    "all_reduce": "all-reduce",
+    # `_single`: the newer name of the same function.
+    **dict.fromkeys(("all_gather", "all_gather_into_tensor", "all_gather_single"), "all-gather"),
+    **dict.fromkeys(
+        ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"), "reduce-scatter"
+    ),
+    **dict.fromkeys(("all_to_all", "all_to_all_single"), "all-to-all"),
+    **{name: name for name in ("broadcast", "reduce", "barrier")},
+}
+TENSOR_PARALLEL = "tensor-parallel"
 # A process group's names for these collectives, and for others.
 EXCHANGES = (
     *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced"),
@@ -181,11 +189,11 @@ def hook_waiting(recorder: Recorder) -> Callable[[], None]:
     hooked: dict[tuple[Any, str], Hook] = {}
 
     def hook() -> None:
-        for name in SYNCHRONOUS:
+        for name, exchange in SYNCHRONOUS.items():
             for module in (torch.distributed, torch.distributed.distributed_c10d):
                 function = getattr(module, name, None)
                 if function is not None and function is not hooked.get((module, name)):
-                    timed = unless_compiled(function, around(recorder, function))
+                    timed = unless_compiled(function, around(recorder, function, exchange))
                     hooked[module, name] = timed
                     setattr(module, name, timed)
 
@@ -237,13 +245,15 @@ def hook_tensor_waits(recorder: Recorder) -> None:
     collectives: Any = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None:
         wait = collectives.wait_tensor
-        collectives.wait_tensor = unless_compiled(wait, waiting(recorder, wait))
+        timed = waiting(recorder, wait, exchange=TENSOR_PARALLEL)
+        collectives.wait_tensor = unless_compiled(wait, timed)
     sharded: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     group = getattr(sharded, "FSDPParamGroup", None)
     if group is not None and hasattr(
         group, "wait_for_unshard"
     ):  # on a GPU it waits on the stream, not for a Work
-        group.wait_for_unshard = waiting(recorder, group.wait_for_unshard)
+        unshard = group.wait_for_unshard
+        group.wait_for_unshard = waiting(recorder, unshard, exchange="all-gather")
 
 
 def hook_ddp(recorder: Recorder) -> None:
@@ -293,17 +303,19 @@ def hook_graphs(recorder: Recorder) -> None:
     graph.capture_begin, graph.capture_end = capture_begin, capture_end
 
 
-def around(recorder: Recorder, function: Hook) -> Hook:
+def around(recorder: Recorder, function: Hook, exchange: str | None = None) -> Hook:
     """Wrap a function so that its time counts as waiting, but not all of it as exchanging.
 
     What it does before and after the exchange itself is this rank's own work. With NCCL a call
     waits on the stream and returns nothing to wait for, so the two cannot be separated.
     """
-    return waiting(recorder, function, AROUND)
+    return waiting(recorder, function, AROUND, exchange)
 
 
-def waiting(recorder: Recorder, function: Hook, label: str = WAIT) -> Hook:
-    """Wrap a function so that its time counts as waiting for other ranks."""
+def waiting(
+    recorder: Recorder, function: Hook, label: str = WAIT, exchange: str | None = None
+) -> Hook:
+    """Wrap a function so that its time counts as waiting for other ranks, in this exchange."""
 
     timeline = recorder.timeline
 
@@ -311,16 +323,21 @@ def waiting(recorder: Recorder, function: Hook, label: str = WAIT) -> Hook:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         before = timeline.label
-        if not timeline.is_on or before in (WAIT, label):
+        outer = timeline.marks[-1][3] if before in (WAIT, AROUND) else None
+        is_known = outer is not None or exchange is None  # by what it is called
+        if not timeline.is_on or (before == WAIT and is_known) or before == label == AROUND:
             return function(*args, **kwargs)
         # In a backward pass on a GPU, torch calls this from another thread; the training waits.
-        if get_ident() != timeline.thread and before not in (BACKWARD, AROUND):
+        if get_ident() != timeline.thread and before not in (BACKWARD, AROUND, WAIT):
             return function(*args, **kwargs)
         if not recorder.has_peers():  # DDP calls exchanges even on a single rank
             return function(*args, **kwargs)
         if before == OPTIMIZER:  # it may have begun without a mark
             timeline.mark(OPTIMIZER)
-        timeline.mark(label if recorder.device is None else WAIT)
+        # Other tensors than activations are divided, too, and gathered after the passes.
+        is_other = exchange == TENSOR_PARALLEL and before in (OPTIMIZER, AFTER)
+        is_inner = before == WAIT or recorder.device is not None
+        timeline.mark(WAIT if is_inner else label, None if is_other else exchange or outer)
         try:
             return function(*args, **kwargs)
         finally:

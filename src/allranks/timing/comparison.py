@@ -152,6 +152,7 @@ class Compared:
     samples_per_second: Spread | None = None
     step_seconds: float | None = None
     parts: dict[str, float] | None = None
+    exchanges: dict[str, float] = field(default_factory=dict)  # waiting, by name
     slowest_rank: int | None = None
     slowest_part: str | None = None
     baseline: str | None = None  # the layout that speedup and efficiency are against
@@ -219,6 +220,7 @@ def layout_row(runs: Sequence[Measured]) -> Compared:
         batch = statistics.fmean(timing.samples_per_step for timing in known)
         step = batch / row.pace
         row = replace(row, batch=batch, step_seconds=step, parts=parts_of(known, step))
+        row = replace(row, exchanges=exchanges_of(known, step))
     if timings:
         slowest = statistics.mode([timing.slowest_rank for timing in timings])
         parts = [timing.slowest_part for timing in timings if timing.slowest_rank == slowest]
@@ -310,6 +312,15 @@ def parts_of(timings: Sequence[Timing], step_seconds: float) -> dict[str, float]
     if len(shares) < len(timings):
         return None
     return {part: step_seconds * statistics.fmean(one[part] for one in shares) for part in PARTS}
+
+
+def exchanges_of(timings: Sequence[Timing], step_seconds: float) -> dict[str, float]:
+    names = dict.fromkeys(name for timing in timings for name in timing.exchanges)
+    return {
+        name: step_seconds
+        * statistics.fmean(one.exchanges.get(name, 0.0) / one.step_seconds for one in timings)
+        for name in names
+    }
 
 
 def base_of(rows: Iterable[Compared], device: str) -> Compared | None:

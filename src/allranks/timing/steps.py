@@ -68,6 +68,7 @@ class Timing:
     late_seconds: float = 0.0  # how long the others wait for the slowest rank
     data_seconds: Mapping[int, float] = field(default_factory=dict)  # waiting for data, by rank
     middle_rank: int | None = None  # the one whose parts these are
+    exchanges: Mapping[str, float] = field(default_factory=dict)  # its waiting, by name
     traced_steps: int = 0  # of the window, which are in none of these figures
 
     @property
@@ -236,8 +237,19 @@ def timing_of(
             if split
         },
         middle_rank=sorted(steps)[split.middle] if split else None,
+        exchanges=mean_exchanges([row[split.middle] for row in rows]) if split else {},
         traced_steps=chosen[-1] - chosen[0] + 1 - len(chosen),
     )
+
+
+def mean_exchanges(events: Sequence[Event]) -> dict[str, float]:
+    """Seconds of an average step that a rank waits in each kind of exchange, the longest first."""
+    sums: dict[str, float] = {}
+    for event in events:
+        for name, seconds in event.get("exchanges", {}).items():
+            sums[name] = sums.get(name, 0.0) + seconds
+    ordered = sorted(sums.items(), key=lambda pair: -pair[1])
+    return {name: seconds / len(events) for name, seconds in ordered}
 
 
 def steady_from(seconds: Sequence[tuple[int, float]]) -> tuple[int, bool]:

@@ -57,9 +57,9 @@ class DeviceEvent(Protocol):
 
 # A label, the time from which it holds (perf_counter), the DeviceEvent recorded at the same moment,
 # and a note: a function and its arguments, called when the step is read; for END, the number of the
-# step. A plain tuple, and nothing is computed yet: a dozen marks are made at every step, between
-# kernels that leave little in a processor's caches.
-Note = tuple[Any, ...]
+# step; for WAIT and AROUND, the name of the exchange. A plain tuple, and nothing is computed yet: a
+# dozen marks are made at every step, between kernels that leave little in a processor's caches.
+Note = tuple[Any, ...] | str
 Mark = tuple[str, float, DeviceEvent | None, Any]
 
 
@@ -211,12 +211,13 @@ class Step:
         Seconds of each phase, exclusive; they sum to `seconds`. `arrive`: when the longest wait
         began, in UNIX time by the host's clock; `left`: when it ended, unless a device waits.
         `waits`: each wait, if there were several. `own`: how much of each the rank spent in its own
-        code around the exchange; only their sum if there are too many.
+        code around the exchange; only their sum if there are too many. `exchanges`: waiting by the
+        name of the exchange, where it has one.
         """
         event = self._marks[-1][2]
         if event is not None and not event.query():
             event.synchronize()  # the script has ended, and somebody waits for the rest
-        sums, waits, own, arrive, left = _read(self._marks)
+        sums, waits, own, arrive, left, exchanges = _read(self._marks)
         evaluation = sums.pop(EVALUATION, 0.0)
         text = _TEXT % (sum(sums.values()), *sums.values())  # formatting by hand: once a step
         if evaluation:
@@ -231,20 +232,29 @@ class Step:
             text += f',"waits":[{",".join(f"{seconds:.7f}" for seconds in waits)}]'
         if own:
             text += f',"own":[{",".join(f"{seconds:.7f}" for seconds in own)}]'
+        if exchanges:
+            each = (f'"{name}":{seconds:.7f}' for name, seconds in exchanges.items())
+            text += f',"exchanges":{{{",".join(each)}}}'
         return text
 
 
 def _read(
     marks: Sequence[Mark],
-) -> tuple[dict[str, float], list[float], list[float], float | None, float | None]:
-    """Seconds by phase, of each wait, and of own code in it; when the longest began and ended."""
+) -> tuple[
+    dict[str, float], list[float], list[float], float | None, float | None, dict[str, float]
+]:
+    """Seconds by phase, of each wait, and of own code in it; when the longest began and ended.
+
+    Then the seconds of waiting by the name of the exchange.
+    """
     sums = dict.fromkeys(PHASES, 0.0)
     waits: list[float] = []
     own: list[float] = []
+    exchanges: dict[str, float] = {}
     longest, arrive = -1.0, None
     is_open = False  # whether more waiting would belong to the same exchange
-    label, begin, event, _ = marks[0]
-    for following, end, end_event, _ in itertools.islice(marks, 1, None):
+    label, begin, event, note = marks[0]
+    for following, end, end_event, next_note in itertools.islice(marks, 1, None):
         if event is None or end_event is None:
             seconds = end - begin
         else:
@@ -261,13 +271,15 @@ def _read(
             waits[-1] += seconds
             if is_own:
                 own[-1] += seconds
+            if note.__class__ is str:
+                exchanges[note] = exchanges.get(note, 0.0) + seconds
             if seconds > longest:
                 longest, arrive = seconds, begin
         elif label != BACKWARD:
             # The exchanges of one backward pass are one: a rank that prepares its gradients longer
             # in a hook of DDP's communicates longer, and does not compute longer.
             is_open = False
-        label, begin, event = following, end, end_event
+        label, begin, event, note = following, end, end_event, next_note
     left = None
     if arrive is not None and marks[-1][2] is None:  # a device waits at other times than its host
         left = arrive + longest
@@ -275,4 +287,4 @@ def _read(
         own = []
     elif len(own) > MAX_WAITS:
         own = [sum(own)]
-    return sums, waits, own, arrive, left
+    return sums, waits, own, arrive, left, exchanges

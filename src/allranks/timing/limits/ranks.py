@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from allranks.run.record import RankRecord
 from allranks.show.numbers import count, duration, percent, ratio
 from allranks.timing.limits.facts import Facts, Reason, Said, hot
 from allranks.timing.slow_rank import slow_rank_reason
-from allranks.timing.steps import ENOUGH_STEPS, SLOWER_IN
+from allranks.timing.steps import ENOUGH_STEPS, LEAST_PART, SLOWER_IN
 from allranks.timing.timeline import BACKWARD, FORWARD
 
 HEAVY = 1.5  # times the forward pass of a light step
@@ -41,12 +42,21 @@ def communication(facts: Facts) -> Said:
     fix = "with model.no_sync(): on all but every 4th batch, a larger batch, or fewer ranks"
     if facts.is_task:
         fix = "a larger batch_size (which changes the training), or fewer ranks"
+    exchanges = facts.found.timing.exchanges
+    which = f" ({exchanges_in_words(exchanges)})" if exchanges else ""
     return Said(
-        why=f"exchanging data between ranks takes {share} of the time{few}",
+        why=f"exchanging data between ranks takes {share} of the time{which}{few}",
         next=f"{fix}; allranks bench comm measures the network",
         cause="communication-bound",
         evidence=evidence,
     )
+
+
+def exchanges_in_words(seconds: Mapping[str, float]) -> str:
+    """How the waiting is divided among the longest exchanges."""
+    whole = math.fsum(seconds.values()) or 1.0
+    shown = [(name, took / whole) for name, took in seconds.items() if took >= LEAST_PART * whole]
+    return ", ".join(f"{name} {percent(part, 0)}" for name, part in shown) + " of it"
 
 
 SOCKETS = "NCCL uses sockets, not InfiniBand"
