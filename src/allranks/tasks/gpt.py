@@ -134,13 +134,14 @@ class MLP(nn.Module):
 class Head(nn.Module):
     """From the stream to logits, with the matrix that also embeds the tokens."""
 
-    def __init__(self, width: int, weight: Tensor) -> None:
+    def __init__(self, width: int, weight: nn.Parameter) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.weight = weight
+        self.logits = nn.Linear(width, len(weight), bias=False, device="meta")
+        self.logits.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(x), self.weight)
+        return self.logits(self.norm(x))  # type: ignore[no-any-return]
 
 
 class Linear(nn.Linear):
