@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from allranks.job.job import parse_job
 from allranks.layout import Layout
 from allranks.run.events import EventLog, read_events
 from allranks.run.folder import RunDir
-from allranks.train import build, loop
+from allranks.train import build, loop, optim
 
 pytestmark = pytest.mark.ranks
 
@@ -38,15 +40,16 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     run = RunDir(folder / layout.replace(":", "-"))
     run.path.mkdir(exist_ok=True)
+    os.chdir(folder)
     me = build.Rank(rank, world_size, rank, world_size, run, 0, Layout.parse(layout), "")
     log = EventLog(run.events(0, rank))
     norms = []
 
     def clip(*args: Any) -> torch.Tensor:
-        norms.append(clip_gradients(*args))
+        norms.append(optim.clip_gradients(*args))
         return norms[-1]
 
-    clip_gradients, loop.clip_gradients = loop.clip_gradients, clip
+    vars(loop)["clip_gradients"] = clip
     t = build.build(me, job, CPU, log)
     t.checkpointer.save = lambda *_: None  # type: ignore[method-assign]  # others test it
     loop.train(t)
@@ -62,12 +65,20 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
 
 TINY = {
     "task": "language",
-    "options": {"context": 16},
+    "options": {"context": 16, "tokens": "tokens.bin"},
     "batch_size": 12,
-    "micro_batch_size": 2,
+    "micro_batch_size": 2,  # so that gradients are accumulated
     "steps": 12,
-    "optimizer": {"clip": 0.5},
+    "optimizer": {"clip": 0.5},  # which most steps exceed
 }
+
+
+@pytest.fixture(autouse=True)
+def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """101 windows to train on: the last batch of an epoch has 5. And 5 to validate on."""
+    ids = np.random.default_rng(0).integers(0, 64, 106 * 17) ** 2 % 256
+    (tmp_path / "tokens.bin").write_bytes(ids.astype("<u2").tobytes())
+
 
 LAYOUTS = [
     *("1x2", "1x2:fsdp=2", "1x2:tp=2", "1x4:fsdp=2", "1x4:tp=2", "1x4:fsdp=2,tp=2"),

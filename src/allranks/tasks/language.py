@@ -119,9 +119,10 @@ class Language(Task):
         # dropout it stays whole, as the ranks would draw the same masks for different positions.
         if self.shape.context % tp == 0 and self.dropout == 0:
             part = Shard(1)
-            whole = {"output_layouts": Replicate(), "desired_output_layouts": part}
             plan |= {
-                "embedding": PrepareModuleOutput(**whole),
+                "embedding": PrepareModuleOutput(
+                    output_layouts=Replicate(), desired_output_layouts=part
+                ),
                 "blocks.*.attention_norm": SequenceParallel(),
                 "blocks.*.attention.qkv": ColwiseParallel(input_layouts=part),
                 "blocks.*.attention.out": RowwiseParallel(output_layouts=part),

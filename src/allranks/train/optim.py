@@ -106,19 +106,20 @@ def copies_in_replica(tensor: Tensor, layout: Layout) -> int:
 def clip_gradients(
     parameters: Sequence[nn.Parameter], max_norm: float, replica: Ranks, copies: Sequence[int]
 ) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`; return the old norm. Collective.
+    """Scale all gradients so that their norm is at most `max_norm`; return the old. Collective.
 
     `copies`: of each parameter, how many ranks of `replica` hold this rank's part of it.
     torch.nn.utils.clip_grad_norm_ spends tens of microseconds on grouping, and cannot mix meshes.
     """
     own = gradients(parameters)
     norms = torch._foreach_norm(own)
-    if replica.size > 1:  # each part of the model counts once
-        pairs = zip(parameters, copies, strict=True)
-        torch._foreach_mul_(norms, [n**-0.5 for parameter, n in pairs if parameter.grad is not None])
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    if replica.size > 1:
-        norm = replica.sum(norm.square()).sqrt()  # collective
+    norm: Tensor
+    if replica.size == 1:
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+    else:  # each part of the model counts once
+        held = [n for n, p in zip(copies, parameters, strict=True) if p.grad is not None]
+        torch._foreach_mul_(norms, [n**-0.5 for n in held])
+        norm = replica.sum(torch.stack(norms).square().sum()).sqrt()  # collective
     torch._foreach_mul_(own, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 

@@ -17,6 +17,7 @@ from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradie
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from allranks.errors import AllranksError
@@ -115,9 +116,16 @@ def shard(model: nn.Module, mesh: Mesh) -> None:
     """
     assert mesh.devices is not None
     axes = mesh.devices["dp", "fsdp"] if mesh.layout.dp > 1 else mesh.devices["fsdp"]
-    for block in blocks_of_their_own(model):
-        fully_shard(block, mesh=axes)
-    fully_shard(model, mesh=axes)
+    for module in (*blocks_of_their_own(model), model):
+        module.register_forward_hook(_without_views)  # before FSDP's own
+        fully_shard(module, mesh=axes)
+
+
+def _without_views(module: nn.Module, inputs: object, outputs: Any) -> Any:
+    """Copy outputs that are views: changed in place, they would lose FSDP's hook on them."""
+    return tree_map_only(
+        Tensor, lambda t: t.clone() if t.requires_grad and t._is_view() else t, outputs
+    )
 
 
 def blocks_of_their_own(model: nn.Module) -> list[nn.Module]:
