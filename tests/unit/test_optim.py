@@ -101,8 +101,8 @@ def test_the_optimizer_is_torchs_own(name: Literal["adamw", "sgd"]) -> None:
 @pytest.mark.parametrize(("scaling", "scale"), [("none", 1.0), ("linear", 9.0), ("sqrt", 3.0)])
 def test_the_rate_can_follow_the_ranks(scaling: str, scale: float) -> None:
     job = parse_job({"task": "spiral", "batch_size_per_rank": 32, "lr_scaling": scaling})
-    assert rate_scale(job, 9) == scale
-    assert rate_scale(job, 1) == 1.0
+    assert rate_scale(job, Ranks(9)) == scale
+    assert rate_scale(job, Ranks()) == 1.0
 
 
 # --- Clipping -----------------------------------------------------------------------------------

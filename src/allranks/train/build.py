@@ -148,7 +148,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         copies=[copies_in_replica(parameter, mesh.layout) for parameter in parameters],
         norms=parallelize.batch_norms(model),
         optimizer=optimizer,
-        schedule=Schedule(job.optimizer, num_steps=last_step, scale=rate_scale(job, data.cut.parts)),
+        schedule=Schedule(job.optimizer, num_steps=last_step, scale=rate_scale(job, mesh.data)),
         scaler=scaler,
         autocast=autocast,
         max_norm=job.optimizer.clip,

@@ -79,9 +79,9 @@ class Schedule:
             group["lr"] = rate
 
 
-def rate_scale(job: Job, num_ranks: int) -> float:
+def rate_scale(job: Job, data: Ranks) -> float:
     """The factor by which `lr_scaling` changes the rate when the batch grows with the ranks."""
-    return {"none": 1.0, "linear": float(num_ranks), "sqrt": math.sqrt(num_ranks)}[job.lr_scaling]
+    return {"none": 1.0, "linear": float(data.size), "sqrt": math.sqrt(data.size)}[job.lr_scaling]
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
