@@ -62,7 +62,7 @@ def test_initialisation() -> None:
     torch.manual_seed(0)
     model = Language().model()
     assert isinstance(model, GPT)
-    assert model.head.weight is model.embedding.tokens.weight
+    assert model.head.logits.weight is model.embedding.tokens.weight
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             assert not parameter.any()
@@ -170,7 +170,7 @@ def test_tensor_parallel_plan_is_accepted() -> None:
     task = Language()
     model = task.model()
     mesh = init_device_mesh("cpu", (2,))
-    parallelize_module(model, mesh, dict(task.tensor_parallel_plan(model)))
+    parallelize_module(model, mesh, dict(task.tensor_parallel_plan(model, 2)))
     cut = {
         name: p.to_local().shape for name, p in model.named_parameters() if isinstance(p, DTensor)
     }
@@ -189,7 +189,7 @@ def test_heads_that_ranks_cannot_share_are_answered() -> None:
     task = Language()
     shape = Shape(layers=1, width=60, heads=5, context=8, vocabulary=256)
     model = GPT(shape)
-    plan = dict(task.tensor_parallel_plan(model))
+    plan = dict(task.tensor_parallel_plan(model, 2))
     parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     with pytest.raises(AllranksError, match="5 attention heads") as caught:
         model(torch.zeros(1, 8, dtype=torch.long))

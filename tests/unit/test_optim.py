@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from allranks.job.job import Optimizer, parse_job
+from allranks.train.mesh import Ranks
 from allranks.train.optim import Schedule, build_optimizer, clip_gradients, rate_scale
 
 Shape = Literal["cosine", "linear", "constant"]
@@ -100,8 +101,8 @@ def test_the_optimizer_is_torchs_own(name: Literal["adamw", "sgd"]) -> None:
 @pytest.mark.parametrize(("scaling", "scale"), [("none", 1.0), ("linear", 9.0), ("sqrt", 3.0)])
 def test_the_rate_can_follow_the_ranks(scaling: str, scale: float) -> None:
     job = parse_job({"task": "spiral", "batch_size_per_rank": 32, "lr_scaling": scaling})
-    assert rate_scale(job, 9) == scale
-    assert rate_scale(job, 1) == 1.0
+    assert rate_scale(job, Ranks(9)) == scale
+    assert rate_scale(job, Ranks()) == 1.0
 
 
 # --- Clipping -----------------------------------------------------------------------------------
@@ -118,11 +119,10 @@ def test_clipping_is_torchs(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     gradients = [scale * torch.randn(shape, generator=generator) for shape in shapes]
-    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    ours, theirs = ([nn.Parameter(torch.zeros_like(g)) for g in gradients] for _ in range(2))
+    for parameter, gradient in zip([*ours, *theirs], [*gradients, *gradients], strict=True):
         parameter.grad = gradient.clone()
-    expected = nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = clip_gradients(gradients, max_norm)
-    torch.testing.assert_close(norm, expected)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
+    expected = nn.utils.clip_grad_norm_(theirs, max_norm)
+    torch.testing.assert_close(clip_gradients(ours, max_norm, Ranks(), []), expected)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

@@ -142,10 +142,10 @@ def check_supported(job: Job) -> None:
             "command: {stage} is used, but nothing is staged", fix="write stage: [PATH of the data]"
         )
     layout = job.layout
-    if job.command is None and layout.ranks != layout.dp:
+    if job.command is None and layout.pp > 1:
         raise AllranksError(
-            f"layout {layout}: tasks train with data parallelism (dp) only so far",
-            fix=f"write --layout {layout.nodes}x{layout.gpus}",
+            f"layout {layout}: tasks cannot be divided into stages (pp) yet",
+            fix=f"write --layout {layout.nodes}x{layout.gpus}:fsdp={layout.pp}",
         )
 
 

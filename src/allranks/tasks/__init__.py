@@ -61,6 +61,6 @@ class Task:
         """The model as a chain of modules, each fed the one before; None if it is not a chain."""
         return None
 
-    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any] | None:
+    def tensor_parallel_plan(self, model: nn.Module, tp: int) -> Mapping[str, Any] | None:
         """Submodule name -> `ParallelStyle`, as `parallelize_module` takes it; None if unknown."""
         return None

@@ -41,7 +41,7 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = Embeddings(shape, dropout)
         self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.layers))
-        self.head = Head(shape.width, self.embedding.tokens.weight)
+        self.head = Head(shape.width, self.embedding.tokens)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -134,13 +134,14 @@ class MLP(nn.Module):
 class Head(nn.Module):
     """From the stream to logits, with the matrix that also embeds the tokens."""
 
-    def __init__(self, width: int, weight: Tensor) -> None:
+    def __init__(self, width: int, embedding: nn.Embedding) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.weight = weight
+        self.logits = nn.Linear(width, embedding.num_embeddings, bias=False, device="meta")
+        self.logits.weight = embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(x), self.weight)
+        return self.logits(self.norm(x))  # type: ignore[no-any-return]
 
 
 class Linear(nn.Linear):

@@ -98,17 +98,41 @@ class Language(Task):
         assert isinstance(model, GPT)
         return [model.embedding, *model.blocks, model.head]
 
-    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    def tensor_parallel_plan(self, model: nn.Module, tp: int) -> Mapping[str, Any]:
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            PrepareModuleOutput,
+            RowwiseParallel,
+            SequenceParallel,
+        )
 
-        # One all-reduce after attention and one after the MLP; every rank computes all of the
-        # embeddings, norms and head.
-        return {
+        plan: dict[str, Any] = {
             "blocks.*.attention.qkv": ColwiseParallel(),
             "blocks.*.attention.out": RowwiseParallel(),
             "blocks.*.mlp.up": ColwiseParallel(),
             "blocks.*.mlp.down": RowwiseParallel(),
+            "embedding.tokens": RowwiseParallel(input_layouts=Replicate()),
+            "head.logits": ColwiseParallel(output_layouts=Replicate()),
         }
+        # The stream between the blocks and its norms: each rank has a part of the positions. With
+        # dropout it stays whole, as the ranks would draw the same masks for different positions.
+        if self.shape.context % tp == 0 and self.dropout == 0:
+            part = Shard(1)
+            plan |= {
+                "embedding": PrepareModuleOutput(
+                    output_layouts=Replicate(), desired_output_layouts=part
+                ),
+                "blocks.*.attention_norm": SequenceParallel(),
+                "blocks.*.attention.qkv": ColwiseParallel(input_layouts=part),
+                "blocks.*.attention.out": RowwiseParallel(output_layouts=part),
+                "blocks.*.mlp_norm": SequenceParallel(),
+                "blocks.*.mlp.up": ColwiseParallel(input_layouts=part),
+                "blocks.*.mlp.down": RowwiseParallel(output_layouts=part),
+                "head.norm": SequenceParallel(),
+                "head.logits": ColwiseParallel(input_layouts=part, output_layouts=Replicate()),
+            }
+        return plan
 
     def _token_file(self) -> Path:
         if self.tokens is None:

@@ -47,7 +47,14 @@ from allranks.train.loop import (
 )
 from allranks.train.mesh import Mesh
 from allranks.train.meter import Meter
-from allranks.train.optim import Schedule, allocate_state, build_optimizer, rate_scale
+from allranks.train.optim import (
+    Scaler,
+    Schedule,
+    allocate_state,
+    build_optimizer,
+    copies_in_replica,
+    rate_scale,
+)
 
 VECTOR_MATH = (
     *(torch.acos, torch.asin, torch.atan, torch.cos, torch.sin, torch.tan, torch.cosh, torch.sinh),
@@ -126,7 +133,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     compiled = should_compile(job, data, model, device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(job.optimizer, parameters)
-    scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+    scaler = Scaler(device, mesh.replica) if precision == "fp16" else None
     allocate_state(optimizer)
     progress, metrics = restore(me, parallelize.plain(model), optimizer, scaler)
     last_step = last_step_of(job, data, progress)
@@ -138,15 +145,16 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         model=model,
         loss=torch.compile(task.loss) if compiled else task.loss,
         parameters=parameters,
+        copies=[copies_in_replica(parameter, mesh.layout) for parameter in parameters],
         norms=parallelize.batch_norms(model),
         optimizer=optimizer,
-        schedule=Schedule(job.optimizer, num_steps=last_step, scale=rate_scale(job, me.world_size)),
+        schedule=Schedule(job.optimizer, num_steps=last_step, scale=rate_scale(job, mesh.data)),
         scaler=scaler,
         autocast=autocast,
         max_norm=job.optimizer.clip,
         data=data,
         evaluations=evaluations(datasets, data),
-        meter=Meter(log, mesh.world, log_every=job.log_every, last_step=last_step),
+        meter=Meter(log, mesh, log_every=job.log_every, last_step=last_step),
         pulse=Pulse(gloo_group(job) if me.world_size > 1 else None),
         checkpointer=checkpoint.Checkpointer(
             me.run.checkpoints,
@@ -185,6 +193,7 @@ def build_model(
         model,
         mesh,
         data.device,
+        plan=task.tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else None,
         activation_checkpointing=job.activation_checkpointing,
         one_pass=lambda model: pass_without_weight(
             model, task.loss, autocast, data.example(Progress())

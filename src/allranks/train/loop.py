@@ -20,7 +20,7 @@ from allranks.train.checkpoint import Checkpointer
 from allranks.train.data import Batch, EvaluationData, MicroBatch, Progress, TrainingData, mix
 from allranks.train.mesh import Mesh
 from allranks.train.meter import Meter
-from allranks.train.optim import Schedule, clip_gradients
+from allranks.train.optim import Scaler, Schedule, clip_gradients, gradients
 from allranks.train.parallelize import (
     SynchronisedBatchNorm,
     norms_count,
@@ -40,13 +40,14 @@ class Training:
 
     task: Task
     mesh: Mesh
-    model: nn.Module  # wrapped in DDP if there are several ranks
+    model: nn.Module  # wrapped in DDP or FSDP if there are several ranks
     loss: Loss  # the task's, maybe compiled
     parameters: list[nn.Parameter]
+    copies: list[int]  # of this rank's part of each parameter, in a replica
     norms: list[SynchronisedBatchNorm]
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    scaler: torch.amp.GradScaler | None  # only in fp16
+    scaler: Scaler | None  # only in fp16
     autocast: AbstractContextManager[None]
     max_norm: float | None
     data: TrainingData
@@ -140,7 +141,7 @@ def forward_backward(t: Training, batch: Batch, want_loss: bool) -> Tensor | Non
     if total_weight is not None:  # the task weights its samples: the divisor is known only now
         t.mesh.data.sum(total_weight)  # collective
         correction = torch.where(total_weight > 0, t.mesh.data.size / total_weight, 0.0)
-        torch._foreach_mul_([p.grad for p in t.parameters if p.grad is not None], correction)
+        torch._foreach_mul_(gradients(t.parameters), correction)
         loss = loss * correction if loss is not None else None
     return loss / t.mesh.data.size if loss is not None else None
 
@@ -164,12 +165,12 @@ def in_full(losses: Tensor) -> Tensor:
 
 
 def update(t: Training) -> None:
-    """Clip the gradients, make one optimizer step, and clear them."""
+    """Clip the gradients, make one optimizer step, and clear them. Collective."""
     t.checkpointer.finish_copying()
     if t.scaler is not None:
-        t.scaler.unscale_(t.optimizer)
+        t.scaler.unscale_(t.optimizer)  # collective
     if t.max_norm is not None:
-        clip_gradients([p.grad for p in t.parameters if p.grad is not None], t.max_norm)
+        clip_gradients(t.parameters, t.max_norm, t.mesh.replica, t.copies)  # collective
     if t.scaler is not None:
         t.scaler.step(t.optimizer)  # skips the step if a gradient overflowed
         t.scaler.update()

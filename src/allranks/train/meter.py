@@ -14,7 +14,7 @@ from torch import Tensor
 from allranks.run.events import SCHEMA_VERSION, EventLog
 from allranks.timing import timeline
 from allranks.train.data import Batch, Progress
-from allranks.train.mesh import Ranks
+from allranks.train.mesh import Mesh
 
 MAX_KEPT, MAX_KEPT_LOSSES = 1024, 1 << 20  # micro-batches, and losses in them
 
@@ -26,9 +26,10 @@ class Meter:
     over the ranks in one call, and are written to the event log once they have arrived.
     """
 
-    def __init__(self, log: EventLog, ranks: Ranks, *, log_every: int, last_step: int) -> None:
+    def __init__(self, log: EventLog, mesh: Mesh, *, log_every: int, last_step: int) -> None:
         self.log = log
-        self.ranks = ranks  # whose losses add up to the global mean
+        self.ranks = mesh.world
+        self.is_heard = mesh.is_heard  # the losses of ranks that are heard add up to the mean
         self.log_every = log_every
         self.last_step = last_step
         self.step_seconds = 0.0  # sum over this attempt
@@ -61,7 +62,7 @@ class Meter:
             "event": "step",
             "step": progress.step,
             "epoch": batch.epoch,
-            "samples": batch.num_samples,
+            "samples": batch.num_samples if self.is_heard else 0,
             "seconds": round(seconds, 7),
         }
         if self._evaluation:
@@ -70,7 +71,7 @@ class Meter:
             event["phases"] = step
         if loss is not None:
             late = _LateLoss()
-            self._waiting.append((late, loss))
+            self._waiting.append((late, loss if self.is_heard else torch.zeros_like(loss)))
             self._waiting_step = progress.step
             if self.ranks.rank == 0:
                 event["loss"] = late

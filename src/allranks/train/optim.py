@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from allranks.job.job import Job, Optimizer
+from allranks.layout import Layout
+from allranks.train.mesh import Ranks
 
 
 def build_optimizer(
@@ -76,16 +79,67 @@ class Schedule:
             group["lr"] = rate
 
 
-def rate_scale(job: Job, num_ranks: int) -> float:
+def rate_scale(job: Job, data: Ranks) -> float:
     """The factor by which `lr_scaling` changes the rate when the batch grows with the ranks."""
-    return {"none": 1.0, "linear": float(num_ranks), "sqrt": math.sqrt(num_ranks)}[job.lr_scaling]
+    return {"none": 1.0, "linear": float(data.size), "sqrt": math.sqrt(data.size)}[job.lr_scaling]
 
 
-def clip_gradients(gradients: list[Tensor], max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; return the old norm.
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's parts of all gradients."""
+    return [local(p.grad) for p in parameters if p.grad is not None]
 
-    torch.nn.utils.clip_grad_norm_ does the same, but spends tens of microseconds on grouping.
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def copies_in_replica(tensor: Tensor, layout: Layout) -> int:
+    """How many ranks of a pipeline stage hold the same part of a tensor."""
+    shards = 1
+    if isinstance(tensor, DTensor):
+        sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+        shards = math.prod(size for size, placement in sizes if not placement.is_replicate())
+    return layout.fsdp * layout.tp // shards
+
+
+def clip_gradients(
+    parameters: Sequence[nn.Parameter], max_norm: float, replica: Ranks, copies: Sequence[int]
+) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`; return the old. Collective.
+
+    `copies`: of each parameter, how many ranks of `replica` hold this rank's part of it.
+    torch.nn.utils.clip_grad_norm_ spends tens of microseconds on grouping, and cannot mix meshes.
     """
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    own = gradients(parameters)
+    norms = torch._foreach_norm(own)
+    norm: Tensor
+    if replica.size == 1:
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+    else:  # each part of the model counts once
+        held = [n for n, p in zip(copies, parameters, strict=True) if p.grad is not None]
+        torch._foreach_mul_(norms, [n**-0.5 for n in held])
+        norm = replica.sum(torch.stack(norms).square().sum()).sqrt()  # collective
+    torch._foreach_mul_(own, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+class Scaler(torch.amp.GradScaler):
+    """Scales fp16's losses; a step is skipped if a gradient overflowed on any rank of a replica."""
+
+    def __init__(self, device: torch.device, replica: Ranks) -> None:
+        super().__init__(device.type)
+        self._replica = replica
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """Collective."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        own = gradients(parameters)
+        torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, inv_scale)
+        return {found_inf.device: self._replica.largest(found_inf)}

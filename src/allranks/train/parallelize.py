@@ -1,20 +1,23 @@
-"""Prepares a model for many ranks: synchronised norms, activation checkpointing, DDP."""
+"""Divides a model among ranks: norms, tensor parallelism, activation checkpointing, FSDP or DDP."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from allranks.errors import AllranksError
@@ -32,19 +35,27 @@ def parallelize(
     mesh: Mesh,
     device: torch.device,
     *,
+    plan: Mapping[str, Any] | None = None,
     activation_checkpointing: Literal["off", "full", "selective"] = "off",
     one_pass: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """The model to call in training. Collective.
 
+    `plan`: the task's tensor_parallel_plan.
     `one_pass` makes a forward and backward pass that changes nothing but gradients. It shows which
     parameters take no part in the loss: DDP fails on them unless it is told to look for them.
     """
     synchronise_batch_norm(model, mesh.data)
-    model.to(device)
+    is_cut = mesh.layout.tp > 1 or (mesh.devices is not None and mesh.data.size > 1)
+    if not is_cut:  # otherwise each rank takes its part, so that the whole need not fit the device
+        model.to(device)
+    if mesh.layout.tp > 1:
+        tensor_parallel(model, mesh, plan)
     if activation_checkpointing != "off":
         checkpoint_activations(model, selective=activation_checkpointing == "selective")
-    if mesh.data.size > 1:
+    if is_cut:
+        shard(model, mesh)
+    elif mesh.data.size > 1:
         assert one_pass is not None
         one_pass(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -72,16 +83,85 @@ def data_parallel(
     )
 
 
+def tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Any] | None) -> None:
+    """Cut matrices as the plan says; parameters that it does not name stay whole on every rank."""
+    assert mesh.devices is not None
+    if plan is None:
+        raise AllranksError(
+            f"layout {mesh.layout}: tp needs a plan, and the task has no tensor_parallel_plan",
+            fix=f"write fsdp={mesh.layout.tp} in place of tp={mesh.layout.tp}, or a method "
+            "tensor_parallel_plan in the task",
+        )
+    tied = [names for names in _names_by_parameter(model).values() if len(names) > 1]
+    # Every rank has the whole model, with equal weights: nothing needs to be sent.
+    parallelize_module(model, mesh.devices["tp"], dict(plan), src_data_rank=None)
+    for first, *others in tied:
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+
+
+def _names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def shard(model: nn.Module, mesh: Mesh) -> None:
+    """Shard parameters over fsdp, and average gradients over dp and fsdp.
+
+    With fsdp=1, replicas are averaged by the same means: DDP cannot, if the parameters are cut
+    by tp or differ between stages.
+    """
+    assert mesh.devices is not None
+    axes = mesh.devices["dp", "fsdp"] if mesh.layout.dp > 1 else mesh.devices["fsdp"]
+    for module in (*blocks_of_their_own(model), model):
+        module.register_forward_hook(_without_views)  # before FSDP's own
+        fully_shard(module, mesh=axes)
+
+
+def _without_views(module: nn.Module, inputs: object, outputs: Any) -> Any:
+    """Copy outputs that are views: changed in place, they would lose FSDP's hook on them."""
+    return tree_map_only(
+        Tensor, lambda t: t.clone() if t.requires_grad and t._is_view() else t, outputs
+    )
+
+
+def blocks_of_their_own(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks that have parameters and share none with the rest of the model."""
+    blocks = repeated_blocks(model)
+    names = _names_by_parameter(model)
+    found = []
+    for block in blocks.children() if blocks is not None else []:
+        own = _names_by_parameter(block)
+        if own and all(len(own[parameter]) == len(names[parameter]) for parameter in own):
+            found.append(block)
+    return found
+
+
 def plain(model: nn.Module) -> nn.Module:
     """The model without its DDP wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def without_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which backward passes accumulate gradients on this rank only."""
+    """A context in which backward passes do not average gradients over replicas yet.
+
+    FSDP's shards are reduced in every one: to wait would take memory for gradients of all shards.
+    """
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
-    return nullcontext()
+    return _without_all_reduce(model) if isinstance(model, FSDPModule) else nullcontext()
+
+
+@contextlib.contextmanager
+def _without_all_reduce(model: FSDPModule) -> Iterator[None]:
+    model.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        model.set_requires_all_reduce(True)
 
 
 # Precision.
