@@ -115,13 +115,15 @@ def settle_precision(prepared: Prepared) -> list[str]:
 def warnings(job: Job) -> list[str]:
     """Settings of a job that do not do what people expect."""
     said = []
-    layout, batch = job.layout, job.batch_size
-    if job.command is None and batch is not None and batch < layout.ranks:
-        nodes = min(layout.nodes, batch)
+    layout, batch, shares = job.layout, job.batch_size, job.layout.data_ranks
+    if job.command is None and batch is not None and batch < shares:
+        nodes, idle = min(layout.nodes, batch), (shares - batch) * layout.ranks // shares
+        near = f"--layout {Layout(nodes, batch // nodes)}, or " if shares == layout.ranks else ""
+        of_them = "" if shares == layout.ranks else " that get samples of their own (dp x fsdp)"
         said.append(
-            f"batch_size {batch} is less than the {layout.ranks} ranks of layout {layout}: "
-            f"{count(layout.ranks - batch, 'rank')} will never get a sample; write "
-            f"--layout {Layout(nodes, batch // nodes)}, or batch_size={layout.ranks} or more"
+            f"batch_size {batch} is less than the {shares} ranks of layout {layout}{of_them}: "
+            f"{count(idle, 'rank')} will never get a sample; write "
+            f"{near}batch_size={shares} or more"
         )
     if "NCCL_TIMEOUT" in {**os.environ, **job.env}:
         said.append(

@@ -352,6 +352,25 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
     }
 
 
+def samples_by_rank(records: Mapping[int, RankRecord]) -> dict[int, float]:
+    """Average samples per step, over the steps that all ranks have made.
+
+    Ranks that work on the same samples, which one of them counts, all have that number.
+    """
+    steps = {
+        rank: {event["step"]: event["samples"] for event in record.steps if "samples" in event}
+        for rank, record in records.items()
+    }
+    common = set.intersection(*map(set, steps.values())) if steps else set()
+    if not common:
+        return {}
+    shares = {rank: record.start.get("data_rank", rank) for rank, record in records.items()}
+    samples: defaultdict[int, float] = defaultdict(float)
+    for rank, own in steps.items():
+        samples[shares[rank]] += sum(own[step] for step in common)
+    return {rank: samples[share] / len(common) for rank, share in shares.items()}
+
+
 def attempt_steps(leads: Sequence[RankRecord]) -> dict[str, int]:
     """A script's attempts, and the steps of the last one; empty unless there are several."""
     is_script = len(leads) > 1 and not any(lead.counts_on for lead in leads)

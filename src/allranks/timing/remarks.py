@@ -21,6 +21,7 @@ from allranks.run.record import (
     newest_window,
     read_leads,
     read_ranks,
+    samples_by_rank,
     steps_in_all,
 )
 from allranks.show.numbers import count, duration, number, ranks_in_words
@@ -308,18 +309,6 @@ def same_order(seen: Mapping[int, Fingerprints]) -> bool:
         shuffled = any(one.get("sorted") is False for one in same)
         alike.append(len(pairs) >= FEWEST_BATCHES and len(same) == len(pairs) and shuffled)
     return len(alike) > 1 and all(alike)
-
-
-def samples_by_rank(records: Mapping[int, RankRecord]) -> dict[int, float]:
-    """Average samples per step, over the steps that all ranks have made."""
-    steps = {
-        rank: {event["step"]: event["samples"] for event in record.steps if "samples" in event}
-        for rank, record in records.items()
-    }
-    common = set.intersection(*map(set, steps.values())) if steps else set()
-    if not common:
-        return {}
-    return {rank: sum(own[step] for step in common) / len(common) for rank, own in steps.items()}
 
 
 def exchanges(timing: Timing) -> bool:

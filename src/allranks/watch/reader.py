@@ -324,8 +324,10 @@ class RunReader:
         if seconds is None or samples is None:
             return None
         first = 1 if len(seconds.sums) > 1 else 0
-        took = sum(seconds.sums[first:])
-        return sum(samples.sums[first:]) * world_size / took if took else None
+        took, trained = sum(seconds.sums[first:]), sum(samples.sums[first:]) * world_size
+        if batch := self.lead.start.get("global_batch"):
+            trained = batch * sum(seconds.counts[first:])
+        return trained / took if took else None
 
     def _said_pace(self) -> float | None:
         said = (self.lead.end or {}).get("samples_per_second")
@@ -383,7 +385,7 @@ class RunReader:
         return History(
             width=width,
             samples_per_second=tuple(
-                (batch or number * world) / took if took and number else None
+                (batch or (number or 0) * world) / took or None if took else None
                 for number, took in pairs
             ),
             ranks={key: of_ranks for key, of_ranks in rows.items() if of_ranks},

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from allranks.run import files
-from allranks.run.record import RankRecord
+from allranks.run.record import RankRecord, samples_by_rank
 from allranks.show.numbers import count, duration, percent, ratio
 from allranks.timing.limits.facts import Facts, Reason, Said, hot
 from allranks.timing.slow_rank import slow_rank_reason
@@ -30,8 +30,7 @@ NCCL_LINES = re.compile(
 
 
 def communication(facts: Facts) -> Said:
-    steps = [record.mean("samples") for record in facts.records.values()]
-    samples = statistics.fmean(each or 0.0 for each in steps)
+    samples = statistics.fmean(samples_by_rank(facts.records).values() or [0.0])
     few = f", with {count(samples)} samples per rank" if samples else ""
     share = facts.share("communication")
     evidence = f"comm {facts.of_step(facts.seconds('communication'))}"
@@ -164,8 +163,8 @@ def taking_turns(facts: Facts, evidence: str) -> Said:
 
 def slow_because(facts: Facts, rank: int) -> Reason:
     """Why a rank is slow, by the first reason that applies: its samples, machine, or own code."""
-    samples = {one: record.mean("samples") or 0.0 for one, record in facts.records.items()}
-    average = statistics.fmean(samples.values())
+    samples = samples_by_rank(facts.records)
+    average = statistics.fmean(samples.values() or [0.0])
     if average and samples[rank] >= facts.limits.balance * average:
         more = percent(samples[rank] / average - 1, 0)
         fix = "give every rank the same number of samples: DistributedSampler"
