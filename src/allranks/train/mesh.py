@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from allranks.layout import NESTING, Layout
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,13 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
         return value
+
+    def from_last(self, value: Result) -> Result:
+        """The last rank's value, on all of them. Collective."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, group=self.group, group_src=self.size - 1)
+        return values[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

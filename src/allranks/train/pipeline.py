@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -28,79 +29,27 @@ from torch.distributed.pipelining import (
 from torch.utils import _pytree as pytree
 
 from allranks.errors import AllranksError
-from allranks.layout import Layout
 from allranks.tasks import Task
 from allranks.timing import timeline
 from allranks.train.data import Batch, MicroBatch
-from allranks.train.loop import Loss, Training, check_losses, divide_by_weight, weigh
+from allranks.train.loop import (
+    Loss,
+    Training,
+    check_losses,
+    clear_gradients,
+    divide_by_weight,
+    weigh,
+)
 from allranks.train.mesh import Mesh, Ranks
-from allranks.train.parallelize import SynchronisedBatchNorm, batch_norms, norms_count
+from allranks.train.optim import local
+from allranks.train.parallelize import (
+    SynchronisedBatchNorm,
+    batch_norms,
+    buffers_unchanged,
+    norms_count,
+)
 
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
-MICRO_BATCHES_PER_STAGE = 4  # unless the job says: a fifth of the time is then spent waiting
 MEASURED_PASSES = 3  # of each block, after one that warms up
-
-
-# What is possible.
-
-
-def num_micro_batches(
-    layout: Layout, schedule: str, batch_size: int, wanted: int | None, size: int | None
-) -> int:
-    """How many micro-batches a rank's share of the batch is cut into.
-
-    `wanted`: their number, or else `size`: the most samples of each; neither: what keeps the stages
-    busy, as far as the batch allows.
-    """
-    share = -(-batch_size // layout.data_ranks)
-    possible = [n for n in range(1, share + 1) if _in_rounds(n, layout.pp, schedule)]
-    if wanted is not None and wanted not in possible:
-        why = f"a rank's share of the batch has {share} samples"
-        if wanted <= share:
-            why = f"{schedule} works in rounds of about {layout.pp} of them, all equally long"
-        near = sorted(possible, key=lambda n: abs(n - wanted))[:2]
-        raise AllranksError(
-            f"pipeline.micro_batches is {wanted}, but {why}",
-            fix="write pipeline.micro_batches=" + " or ".join(str(n) for n in sorted(near)),
-        )
-    if wanted is not None:
-        return wanted
-    if size is not None:
-        return min(n for n in possible if n >= -(-share // size)) if size < share else 1
-    return max(n for n in possible if n <= MICRO_BATCHES_PER_STAGE * layout.pp)
-
-
-def _in_rounds(number: int, num_ranks: int, schedule: str) -> bool:
-    """Whether the schedule can work on so many micro-batches."""
-    return schedule in ("gpipe", "1f1b") or number % max(1, number // num_ranks) == 0
-
-
-def check_stages(layout: Layout, schedule: str, num_blocks: int) -> int:
-    """How many stages the layout has. Raises AllranksError if there are not enough blocks.
-
-    `num_blocks` counts those that have weights: the others stay with the one before.
-    """
-    num_stages = layout.pp * STAGES_PER_RANK[schedule]
-    if num_stages <= num_blocks:
-        return num_stages
-    fixes = []
-    if layout.pp <= num_blocks:
-        fixes.append("pipeline.schedule=1f1b")
-    others = layout.ranks // layout.pp
-    depths = [pp for pp in range(layout.pp - 1, 0, -1) if layout.ranks % (pp * others) == 0]
-    depths = [pp for pp in depths if pp * STAGES_PER_RANK[schedule] <= num_blocks]
-    for pp in depths[:1]:
-        axes = Layout(
-            layout.nodes, layout.gpus, layout.ranks // (layout.fsdp * layout.tp * pp),
-            layout.fsdp, layout.tp, pp,
-        )  # fmt: skip
-        fixes.append(f"--layout {axes}")
-    each = f", {STAGES_PER_RANK[schedule]} for each rank of a pipeline" if layout.pp < num_stages else ""
-    raise AllranksError(
-        f"layout {layout} with pipeline.schedule {schedule} has {num_stages} stages{each}, but the "
-        f"model has only {num_blocks} blocks with weights of their own",
-        fix=f"write {' or '.join(fixes)}" if fixes else "use a model with more blocks",
-    )
 
 
 def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
@@ -181,17 +130,14 @@ def measure(
     for number, block in enumerate(blocks, start=1):
         home = next((p.device for p in block.parameters()), device)
         block.to(device)
-        buffers = [buffer.clone() for buffer in block.buffers()]
         then = None if number < len(blocks) else lambda y: _scalar(loss(y, micro.targets))
         seconds = []
-        for _ in range(1 + MEASURED_PASSES):
-            took, outputs = _time_pass(block, values, then, autocast, device)
-            seconds.append(took)
+        with buffers_unchanged(block):
+            for _ in range(1 + MEASURED_PASSES):
+                took, outputs = _time_pass(block, values, then, autocast, device)
+                seconds.append(took)
         costs.append(min(seconds[1:]))
         values = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
-        with torch.no_grad():
-            for buffer, before in zip(block.buffers(), buffers, strict=True):
-                buffer.copy_(before)
         for parameter in block.parameters():
             parameter.grad = None
         block.to(home)
@@ -265,8 +211,8 @@ class Stage(nn.Module):
             for block in self.blocks:
                 values = block(values)
             if self.is_last and self.score is not None:
-                values = self.score(values, micro)
-        return values
+                return self.score(values, micro)
+        return pytree.tree_map_only(Tensor, Tensor.contiguous, values)  # as it can be sent
 
 
 def _nothing(micro: MicroBatch) -> AbstractContextManager[None]:
@@ -291,33 +237,25 @@ class _SeenStage(PipelineStage):
 
 
 class Pipeline:
-    """One rank's stages, and the schedule by which all ranks of a pipeline work on micro-batches."""
+    """One rank's stages, and the schedule by which its pipeline works on micro-batches."""
 
     def __init__(
         self,
         task: Task,
-        model: nn.Module,
-        sizes: Sequence[int],
+        sizes: list[int],
         mesh: Mesh,
         device: torch.device,
         schedule: str,
         num_micro_batches: int,
     ) -> None:
-        """Keep this rank's stages of the model, and drop all other weights from it."""
-        self.sizes = list(sizes)  # blocks of each stage
+        self.sizes = sizes  # blocks of each stage
+        self.stages: list[Stage] = []
         self.ranks = mesh.stages
         self.device = device
-        blocks = blocks_of(task, model)
-        ends = list(itertools.accumulate(sizes, initial=0))
-        of_stages = [blocks[start:stop] for start, stop in itertools.pairwise(ends)]
-        names = {id(parameter): name for name, parameter in _names(model)}
+        self._task = task
+        self._mesh = mesh
         self._stages_with: dict[str, list[int]] = {}  # name of a parameter -> which have it
-        for number, group in enumerate(of_stages):
-            for parameter in nn.ModuleList(group).parameters():
-                self._stages_with.setdefault(names[id(parameter)], []).append(number)
-        own = range(self.ranks.rank, len(sizes), self.ranks.size)
-        self.stages = [Stage(of_stages[number], number, len(sizes)) for number in own]
-        self._places = _keep_only(model, blocks, self.stages)
+        self._places: list[list[tuple[nn.Module, str]]] = []  # of each of this rank's parameters
         self._tied: list[tuple[nn.Parameter, Ranks]] = []
         self._schedule_name = schedule
         self._schedule: Any = None
@@ -328,12 +266,26 @@ class Pipeline:
         self._losses: list[Tensor] = []  # of each micro-batch, with the last stage
         self._weights: list[Tensor] = []
 
+    def cut(self, model: nn.Module) -> list[Stage]:
+        """This rank's stages of the model, which keeps no other weights."""
+        blocks = blocks_of(self._task, model)
+        ends = list(itertools.accumulate(self.sizes, initial=0))
+        of_stages = [blocks[start:stop] for start, stop in itertools.pairwise(ends)]
+        names = {id(parameter): name for name, parameter in _names(model)}
+        for number, group in enumerate(of_stages):
+            for parameter in nn.ModuleList(group).parameters():
+                self._stages_with.setdefault(names[id(parameter)], []).append(number)
+        own = range(self.ranks.rank, len(self.sizes), self.ranks.size)
+        self.stages = [Stage(of_stages[number], number, len(self.sizes)) for number in own]
+        self._places = _keep_only(model, blocks, self.stages)
+        return self.stages
+
     @property
     def is_last(self) -> bool:
         """Whether this rank has the last stage."""
         return self.stages[-1].is_last
 
-    def tie(self, model: nn.Module, mesh: Mesh) -> None:
+    def tie(self, model: nn.Module) -> None:
         """Find the parameters that other ranks' stages have too. Collective.
 
         Call it when parameters are where they stay: FSDP and TP replace them.
@@ -343,8 +295,8 @@ class Pipeline:
             kept = {getattr(module, name) for module, name in places if id(module) in inside}
             if len(kept) > 1:
                 raise AllranksError(
-                    f"layout {mesh.layout}: two stages of a rank share weights, which fsdp, tp and "
-                    "dp cannot divide",
+                    f"layout {self._mesh.layout}: two stages of a rank share weights, which dp, "
+                    "fsdp and tp cannot divide",
                     fix="write pipeline.schedule=1f1b",
                 )
             for module, name in places:  # those outside of the stages are only names
@@ -353,7 +305,7 @@ class Pipeline:
         for name, stages in self._stages_with.items():
             holders = sorted({number % self.ranks.size for number in stages})
             if len(holders) > 1:
-                ranks = mesh.among_stages(holders)  # collective
+                ranks = self._mesh.among_stages(holders)  # collective
                 if name in own and own[name].requires_grad:
                     self._tied.append((own[name], ranks))
 
@@ -361,24 +313,27 @@ class Pipeline:
         """How many ranks of a pipeline have this parameter."""
         return next((ranks.size for tied, ranks in self._tied if tied is parameter), 1)
 
-    def set_up(self, t: Training, micro: MicroBatch) -> None:
-        """Learn what the stages send each other, and make the schedule. Collective."""
-        for stage in self.stages:
-            stage.context = partial(_forward_context, t, batch_norms(stage))
+    def set_up(self, t: Training) -> None:
+        """Learn what stages send each other, and make a step that changes nothing. Collective."""
+        micro = t.data.example(t.progress)
         t.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), t.autocast:
             outputs = self.outputs(micro.inputs)
             if self.is_last:
-                with t.autocast:
-                    losses = t.loss(outputs, micro.targets)
+                losses = t.loss(outputs, micro.targets)
                 check_losses(losses, len(micro.weights))
                 self._has_weights = isinstance(losses, tuple)
         t.model.train()
         flag = torch.tensor(self._has_weights, device=self.device).int()
         self._has_weights = bool(self.ranks.largest(flag).item())
-        for stage in self.stages:
-            stage.score = partial(self._score, t)
-        passed = self._passed[_kinds(micro.inputs)]
+        self._schedule = self._make_schedule(self._passed[_kinds(micro.inputs)])
+        number = len(self._ticks)
+        micro = micro._replace(weights=torch.zeros_like(micro.weights))
+        with buffers_unchanged(t.model):
+            self.forward_backward(t, Batch(1, 0, 0, False, iter([micro] * number), number), False)
+        clear_gradients(t)
+
+    def _make_schedule(self, passed: dict[int, Passed]) -> Any:
         loss = torch.zeros(1, device=self.device, requires_grad=True)
         stages: list[Any] = [
             _SeenStage(
@@ -392,13 +347,18 @@ class Pipeline:
         options: dict[str, Any] = {"loss_fn": lambda loss, tick: loss, "scale_grads": False}
         number = len(self._ticks)
         if self._schedule_name == "interleaved":
-            self._schedule = ScheduleInterleaved1F1B(stages, number, **options)
-        elif self._schedule_name == "zero-bubble":
-            self._schedule = ScheduleInterleavedZeroBubble(stages, number, **options)
-        elif self._schedule_name == "1f1b" and number >= len(self.sizes):
-            self._schedule = Schedule1F1B(stages[0], number, **options)
-        else:  # 1F1B is the same with fewer micro-batches than stages
-            self._schedule = ScheduleGPipe(stages[0], number, **options)
+            return ScheduleInterleaved1F1B(stages, number, **options)
+        if self._schedule_name == "zero-bubble":
+            return ScheduleInterleavedZeroBubble(stages, number, **options)
+        if self._schedule_name == "1f1b" and number >= len(self.sizes):
+            return Schedule1F1B(stages[0], number, **options)
+        # 1F1B is the same with fewer micro-batches than stages.
+        return ScheduleGPipe(stages[0], number, **options)
+
+    def compile(self) -> None:
+        for stage in self.stages:
+            for block in stage.blocks:
+                block.compile()
 
     def forward_backward(self, t: Training, batch: Batch, want_loss: bool) -> Tensor | None:
         """Compute the gradients of the global batch's mean loss. Collective.
@@ -408,6 +368,8 @@ class Pipeline:
         micro_batches = list(batch.micro_batches)
         for stage in self.stages:
             stage.feed = iter(micro_batches)
+            stage.context = partial(_forward_context, t, batch_norms(stage))
+            stage.score = partial(self._score, t)
         self._wait_for_sent()
         self._schedule.step(self._ticks, target=self._ticks)  # collective
         timeline.mark(timeline.AFTER)
@@ -420,7 +382,7 @@ class Pipeline:
         loss = self._take_sum(self._losses)
         if self._has_weights:
             weight = self.ranks.sum(self._take_sum(self._weights))  # collective
-            loss = divide_by_weight(t, loss, weight)  # collective
+            loss = loss * divide_by_weight(t, weight)  # collective
         return loss / t.mesh.data.size if want_loss else None
 
     def _score(self, t: Training, outputs: Any, micro: MicroBatch) -> Tensor:
@@ -443,7 +405,10 @@ class Pipeline:
         kinds = _kinds(inputs)
         is_known = kinds in self._passed
         passed = self._passed.setdefault(kinds, {})
-        before, after = (self.ranks.rank - 1) % self.ranks.size, (self.ranks.rank + 1) % self.ranks.size
+        before, after = (
+            (self.ranks.rank - 1) % self.ranks.size,
+            (self.ranks.rank + 1) % self.ranks.size,
+        )
         group = self.ranks.group
         values = None
         for stage in self.stages:
@@ -456,9 +421,11 @@ class Pipeline:
                 received = passed[stage.number].empty(self.device)
                 for tensor in received:
                     dist.recv(tensor, group=group, group_src=before)
-            stage.feed, score, stage.score = iter([MicroBatch(inputs, None, *_NONE)]), stage.score, None
+            stage.feed = iter([MicroBatch(inputs, None, *_NO_WEIGHTS)])
+            stage.context, stage.score = _nothing, None
             values = stage(*received)
-            stage.score = score
+            if isinstance(stage, FSDPModule):
+                stage.reshard()  # only then its parameters are those that have names
             if not stage.is_last:
                 tensors = values if isinstance(values, tuple) else (values,)
                 self._wait_for_sent()
@@ -467,7 +434,7 @@ class Pipeline:
                     shapes = [passed[stage.number + 1]]
                     dist.send_object_list(shapes, group=group, group_dst=after, device=self.device)
                 for tensor in tensors:
-                    tensor = tensor.detach().contiguous()
+                    tensor = tensor.detach()
                     self._sent.append((dist.isend(tensor, group=group, group_dst=after), tensor))
         return values if self.is_last else None
 
@@ -493,7 +460,9 @@ class Passed:
         return cls(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
 
     def empty(self, device: torch.device) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors)
+        return tuple(
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors
+        )
 
     def examples(self) -> tuple[Tensor, ...]:
         """Tensors of these kinds, without memory, as torch's stages are told of them."""
@@ -507,7 +476,7 @@ def _kinds(inputs: Any) -> tuple[Any, ...]:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
-_NONE: Any = (None, None)  # evaluation has no weights
+_NO_WEIGHTS: Any = (None, None)  # in evaluations
 
 
 @contextmanager

@@ -9,11 +9,13 @@ import pytest
 from torch import nn
 
 from allranks.errors import AllranksError
+from allranks.job.job import parse_job
+from allranks.job.stages import check_stages, num_micro_batches
 from allranks.layout import Layout
 from allranks.tasks import Task
 from allranks.tasks.language import Language
 from allranks.train.data import Cut
-from allranks.train.pipeline import blocks_of, check_stages, divide, num_micro_batches
+from allranks.train.pipeline import blocks_of, divide
 
 
 def test_the_largest_stage_is_as_small_as_possible() -> None:
@@ -77,28 +79,35 @@ def test_more_stages_than_blocks_are_refused_with_what_is_possible() -> None:
     assert error.value.fix == "write pipeline.schedule=1f1b or --layout 2x4:tp=2,pp=2"
 
 
+def number(
+    layout: Layout, batch: int, schedule: str = "1f1b", wanted: int | None = None, **keys: int
+) -> int:
+    pipeline = {"schedule": schedule, "micro_batches": wanted}
+    return num_micro_batches(parse_job({"pipeline": pipeline, **keys}), layout, batch)
+
+
 def test_micro_batches_follow_from_the_batch() -> None:
     pipeline = Layout(1, 4, pp=4)
-    assert num_micro_batches(pipeline, "1f1b", 64, None, None) == 16
-    assert num_micro_batches(pipeline, "1f1b", 6, None, None) == 6
-    assert num_micro_batches(pipeline, "1f1b", 64, None, 10) == 7
-    assert num_micro_batches(pipeline, "1f1b", 64, 1, 10) == 1
-    assert num_micro_batches(pipeline, "interleaved", 9, None, None) == 8  # not in rounds: 9
-    assert num_micro_batches(pipeline, "zero-bubble", 90, None, 10) == 10  # not in rounds: 9
-    assert num_micro_batches(Layout(1, 4, pp=2), "gpipe", 6, None, 1) == 3  # of a data rank's share
+    assert number(pipeline, 64) == 16
+    assert number(pipeline, 6) == 6
+    assert number(pipeline, 64, micro_batch_size=10) == 7
+    assert number(pipeline, 64, wanted=1, micro_batch_size=10) == 1
+    assert number(pipeline, 9, "interleaved") == 8  # 9 are not in rounds
+    assert number(pipeline, 90, "zero-bubble", micro_batch_size=10) == 10
+    assert number(Layout(1, 4, pp=2), 6, "gpipe", micro_batch_size=1) == 3  # of two data ranks
     with pytest.raises(AllranksError, match="share of the batch has 6 samples") as error:
-        num_micro_batches(pipeline, "1f1b", 6, 8, None)
+        number(pipeline, 6, wanted=8)
     assert error.value.fix == "write pipeline.micro_batches=5 or 6"
     with pytest.raises(AllranksError, match="rounds") as error:
-        num_micro_batches(pipeline, "interleaved", 64, 9, None)
+        number(pipeline, 64, "interleaved", wanted=9)
     assert error.value.fix == "write pipeline.micro_batches=8 or 10"
 
 
 def test_every_batch_is_cut_into_as_many_micro_batches() -> None:
-    for samples, parts, number in itertools.product((1, 3, 7, 16), (1, 2), (1, 4, 8)):
-        cuts = [Cut(16, part, parts, num_micro_batches=number) for part in range(parts)]
+    for samples, parts, count in itertools.product((1, 3, 7, 16), (1, 2), (1, 4, 8)):
+        cuts = [Cut(16, part, parts, num_micro_batches=count) for part in range(parts)]
         pieces = [piece for cut in cuts for piece in cut.micro_batches(0, samples)]
-        assert len(pieces) == parts * number
+        assert len(pieces) == parts * count
         assert sum(high - low for low, high in pieces) == samples
         assert max(high - low for low, high in pieces) <= cuts[0].largest
         whole = {high - low for cut in cuts for low, high in cut.micro_batches(0, 16)}
