@@ -163,6 +163,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     if compiled:
         # In DDP: it divides the graph by its buckets.
         (pipeline or parallelize.plain(model)).compile()
+    stages = {"stages": pipeline.sizes} if pipeline else {}
     training = Training(
         task=task,
         mesh=mesh,
@@ -204,13 +205,13 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
             "layout": str(me.layout),
             "seed": job.seed,
             "threads": torch.get_num_threads(),
-            **({"stages": pipeline.sizes} if pipeline else {}),
+            **stages,
         },
         progress=progress,
         metrics=metrics,
     )
     warn_of_small_norms(me, training)
-    log.write_past("start", **describe(me, training, precision, compiled, num_parameters))
+    log.write_past("start", **describe(me, training, precision, compiled, num_parameters), **stages)
     if pipeline:
         pipeline.set_up(training)  # collective
     else:
