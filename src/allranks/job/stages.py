@@ -11,11 +11,19 @@ MICRO_BATCHES_PER_STAGE = 4  # unless the job says: a fifth of the time is then 
 
 
 def num_micro_batches(job: Job, layout: Layout, batch_size: int) -> int:
-    """How many micro-batches a rank's share of the batch is cut into.
+    """How many micro-batches a rank's share of the batch is cut into. Raises AllranksError.
 
     As the job says, or what keeps the stages busy, as far as the batch allows.
     """
     schedule, wanted, size = job.pipeline.schedule, job.pipeline.micro_batches, job.micro_batch_size
+    if schedule == "zero-bubble":
+        for key in ("activation_checkpointing", "compile"):
+            if getattr(job, key) not in ("off", "auto", False):
+                raise AllranksError(
+                    f"pipeline.schedule zero-bubble cuts backward passes in two, which does not "
+                    f"work with {key}",
+                    fix=f"write pipeline.schedule=1f1b, or leave out {key}",
+                )
     share = -(-batch_size // layout.data_ranks)
     possible = [n for n in range(1, share + 1) if _in_rounds(n, layout.pp, schedule)]
     if wanted is not None and wanted not in possible:

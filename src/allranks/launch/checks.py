@@ -142,8 +142,9 @@ def check_supported(job: Job) -> None:
         raise AllranksError(
             "command: {stage} is used, but nothing is staged", fix="write stage: [PATH of the data]"
         )
-    if job.command is None and job.layout.pp > 1 and job.batch_size is not None:
-        num_micro_batches(job, job.layout, job.batch_size)
+    if job.command is None and job.layout.pp > 1:
+        batch_size = job.batch_size or (job.batch_size_per_rank or 0) * job.layout.data_ranks
+        num_micro_batches(job, job.layout, batch_size)
 
 
 def check_command(job: Job) -> None:

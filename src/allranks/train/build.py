@@ -154,6 +154,8 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     if pipeline:
         pipeline.tie(model)  # collective
     compiled = should_compile(job, data, num_parameters, device)
+    if pipeline and job.pipeline.schedule == "zero-bubble":
+        compiled = False  # it cuts backward passes in two, which compiled ones are not made for
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(job.optimizer, parameters)
     scaler = Scaler(device, mesh.replica) if precision == "fp16" else None
@@ -177,7 +179,9 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         ],
         norms=parallelize.batch_norms(model),
         optimizer=optimizer,
-        schedule=Schedule(job.optimizer, num_steps=last_step, scale=rate_scale(job, data.cut.parts)),
+        schedule=Schedule(
+            job.optimizer, num_steps=last_step, scale=rate_scale(job, data.cut.parts)
+        ),
         scaler=scaler,
         autocast=autocast,
         max_norm=job.optimizer.clip,
@@ -238,6 +242,12 @@ def divide_blocks(
     commit: commits.Commit | None,
 ) -> list[int]:
     """Blocks of each stage: as they were in a resumed run, else by their cost. Collective."""
+    if task.couples_samples:
+        raise AllranksError(
+            f"layout {mesh.layout}: a pipeline's micro-batches are filled up with samples that do "
+            f"not count, but {type(task).__name__} compares samples (couples_samples)",
+            fix=f"write fsdp={mesh.layout.pp} in place of pp={mesh.layout.pp}",
+        )
     blocks = blocks_of(task, model)
     num_stages = check_stages(mesh.layout, job.pipeline.schedule, len(blocks))
     before = commit.manifest().get("stages", []) if commit else []

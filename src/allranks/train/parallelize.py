@@ -299,11 +299,12 @@ class SynchronisedBatchNorm(_BatchNorm):
             count = count * rows.mean()
             weights = rows.view(-1, *[1] * (x.dim() - 1))
         totals = _sum_over(self.ranks, torch.cat([_weighted(x, weights).sum(dims), count]))
+        # None are counted in some of a pipeline's micro-batches, if there are few samples.
         count = totals[-1].detach()
-        mean = totals[:-1] / count
+        mean = totals[:-1] / count.clamp(min=1)
         centred = x - mean.view(shape)
         squares = _weighted(centred * centred, weights).sum(dims)
-        variance = _sum_over(self.ranks, squares) / count
+        variance = _sum_over(self.ranks, squares) / count.clamp(min=1)
         if not _is_recomputing():
             self._track(mean.detach(), variance.detach(), count)
         y = centred * torch.rsqrt(variance + self.eps).view(shape)
@@ -319,15 +320,15 @@ class SynchronisedBatchNorm(_BatchNorm):
             return
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
+        counts = (count > 0).squeeze()
+        self.num_batches_tracked.add_(counts)
         unbiased = variance * (count / torch.clamp(count - 1, min=1))
         if self.momentum is None:
-            share = 1.0 / self.num_batches_tracked.float()
-            self.running_mean += (mean - self.running_mean) * share
-            self.running_var += (unbiased - self.running_var) * share
+            share = counts / self.num_batches_tracked.to(mean.dtype).clamp(min=1)
         else:
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(unbiased, self.momentum)
+            share = counts * mean.new_tensor(self.momentum)
+        self.running_mean += (mean - self.running_mean) * share
+        self.running_var += (unbiased - self.running_var) * share
 
 
 def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -69,8 +69,14 @@ def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
         )
     inside = {id(p) for block in blocks for p in block.parameters()}
     outside = [key for key, p in model.named_parameters() if id(p) not in inside]
-    if outside or len({id(block) for block in blocks}) < len(blocks):
-        what = f"no block has {', '.join(outside[:3])}" if outside else "a block is there twice"
+    what = ""
+    if outside:
+        what = f"no block has {', '.join(outside[:3])}"
+    elif len(inside) > len(list(model.parameters())):
+        what = "a block has weights that are not the model's"
+    elif len({id(block) for block in blocks}) < len(blocks):
+        what = "a block is there twice"
+    if what:
         raise AllranksError(
             f"{name}.blocks does not return the model as a chain: {what}",
             fix=f"let {name}.blocks return every part of the model once, in the order in which "
@@ -134,10 +140,11 @@ def measure(
         seconds = []
         with buffers_unchanged(block):
             for _ in range(1 + MEASURED_PASSES):
-                took, outputs = _time_pass(block, values, then, autocast, device)
+                inputs = values if number == 1 else pytree.tree_map_only(Tensor, _leaf, values)
+                took, outputs = _time_pass(block, inputs, then, autocast, device)
                 seconds.append(took)
         costs.append(min(seconds[1:]))
-        values = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
+        values = outputs
         for parameter in block.parameters():
             parameter.grad = None
         block.to(home)
@@ -158,9 +165,6 @@ def _time_pass(
     device: torch.device,
 ) -> tuple[float, Any]:
     """Seconds of a forward and backward pass, and the block's outputs."""
-    values = pytree.tree_map_only(
-        Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), values
-    )
     _synchronise(device)
     began = time.perf_counter()
     with autocast:
@@ -170,6 +174,11 @@ def _time_pass(
     torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
     _synchronise(device)
     return time.perf_counter() - began, outputs
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """A tensor as it arrives at a stage."""
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 def _scalar(losses: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -219,7 +228,7 @@ def _nothing(micro: MicroBatch) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class _SeenStage(PipelineStage):
+class SeenStage(PipelineStage):
     """torch's stage, whose backward passes are recorded, also where they are cut in two."""
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
@@ -316,14 +325,12 @@ class Pipeline:
     def set_up(self, t: Training) -> None:
         """Learn what stages send each other, and make a step that changes nothing. Collective."""
         micro = t.data.example(t.progress)
-        t.model.eval()
         with torch.no_grad(), t.autocast:
             outputs = self.outputs(micro.inputs)
             if self.is_last:
                 losses = t.loss(outputs, micro.targets)
                 check_losses(losses, len(micro.weights))
                 self._has_weights = isinstance(losses, tuple)
-        t.model.train()
         flag = torch.tensor(self._has_weights, device=self.device).int()
         self._has_weights = bool(self.ranks.largest(flag).item())
         self._schedule = self._make_schedule(self._passed[_kinds(micro.inputs)])
@@ -336,7 +343,7 @@ class Pipeline:
     def _make_schedule(self, passed: dict[int, Passed]) -> Any:
         loss = torch.zeros(1, device=self.device, requires_grad=True)
         stages: list[Any] = [
-            _SeenStage(
+            SeenStage(
                 *(stage, stage.number, len(self.sizes), self.device),
                 input_args=self._ticks[:1] if stage.is_first else passed[stage.number].examples(),
                 output_args=loss if stage.is_last else passed[stage.number + 1].examples(),
@@ -367,6 +374,8 @@ class Pipeline:
         """
         micro_batches = list(batch.micro_batches)
         for stage in self.stages:
+            if not stage.training:
+                stage.train()
             stage.feed = iter(micro_batches)
             stage.context = partial(_forward_context, t, batch_norms(stage))
             stage.score = partial(self._score, t)
@@ -379,9 +388,9 @@ class Pipeline:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             ranks.sum(local(parameter.grad))  # collective
-        loss = self._take_sum(self._losses)
+        loss = self._take_sum(self._losses, t.data.dtype)
         if self._has_weights:
-            weight = self.ranks.sum(self._take_sum(self._weights))  # collective
+            weight = self.ranks.sum(self._take_sum(self._weights, t.data.dtype))  # collective
             loss = loss * divide_by_weight(t, weight)  # collective
         return loss / t.mesh.data.size if want_loss else None
 
@@ -395,8 +404,10 @@ class Pipeline:
         loss = (losses * weights.detach()).sum(0, keepdim=True)
         return loss if t.scaler is None else t.scaler.scale(loss)
 
-    def _take_sum(self, values: list[Tensor]) -> Tensor:
-        total = torch.stack(values).sum() if values else torch.zeros((), device=self.device)
+    def _take_sum(self, values: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """Their sum, on every rank of the same type; 0 without the last stage."""
+        zero = torch.zeros((), device=self.device, dtype=dtype)
+        total = torch.stack(values).sum() if values else zero
         values.clear()
         return total
 
@@ -421,6 +432,8 @@ class Pipeline:
                 received = passed[stage.number].empty(self.device)
                 for tensor in received:
                     dist.recv(tensor, group=group, group_src=before)
+            if stage.training:
+                stage.eval()
             stage.feed = iter([MicroBatch(inputs, None, *_NO_WEIGHTS)])
             stage.context, stage.score = _nothing, None
             values = stage(*received)
