@@ -65,12 +65,12 @@ DEFAULT_TASK = "spiral"
 BUILT_IN = {"env": {"NCCL_DEBUG": "WARN"}}
 BUILT_IN_TASK = {"batch_size": 128, "epochs": 20}
 
-SECTIONS = ("options", "optimizer", "data", "checkpoint", "probe", "slurm", "env")
+SECTIONS = ("options", "optimizer", "pipeline", "data", "checkpoint", "probe", "slurm", "env")
 COMMAND_ONLY = ("launcher", "last", "resume", "stage")
 TASK_ONLY = (
     *("options", "batch_size", "batch_size_per_rank", "micro_batch_size", "epochs", "steps"),
     *("seed", "precision", "compile", "optimizer", "checkpoint", "log_every"),
-    *("activation_checkpointing", "lr_scaling", "compress"),
+    *("activation_checkpointing", "lr_scaling", "compress", "pipeline"),
 )
 # Changing one of these on a resume changes what is computed.
 MATHEMATICS = (
@@ -124,6 +124,18 @@ class Optimizer(Section):
     )
     clip: PositiveFloat | None = Field(
         default=1.0, description="largest global gradient norm; null: off"
+    )
+
+
+class Pipeline(Section):
+    """How the stages of a model that is divided by pp work together."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = Field(
+        default="1f1b", description="in which order stages compute"
+    )
+    micro_batches: PositiveInt | None = Field(
+        default=None,
+        description="per batch; null: from micro_batch_size, or 4 per stage; 1: stages take turns",
     )
 
 
@@ -280,6 +292,9 @@ class Job(Section):
     compress: Compress | None = Field(
         default=None, description="how to compress gradients: {name, rank}; null: off"
     )
+    pipeline: Pipeline = Field(
+        default=Pipeline(), description="how the stages of a layout with pp work together"
+    )
     data: Data = Field(default=Data(), description="how samples reach the ranks")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="when the state is saved")
     log_every: PositiveInt = Field(default=10, description="steps between events with the loss")
@@ -347,7 +362,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def json_schema() -> dict[str, Any]:
     """The job file's schema, for editors. Shared by all callers: do not modify it."""
     schema = Job.model_json_schema()
-    for model in (Job, Optimizer, Data, Checkpoint, Slurm, Compress):
+    for model in (Job, Optimizer, Pipeline, Data, Checkpoint, Slurm, Compress):
         defaults = model.model_construct().model_dump(mode="json")
         part = schema if model is Job else schema["$defs"][model.__name__]
         for key, value in part["properties"].items():

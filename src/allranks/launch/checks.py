@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from allranks.errors import AllranksError
 from allranks.job.job import Job
+from allranks.job.stages import num_micro_batches
 from allranks.layout import MAX_GPUS_PER_NODE, Layout
 from allranks.machine import allotted
 from allranks.machine.allotted import ONEDNN_LIMIT
@@ -143,12 +144,9 @@ def check_supported(job: Job) -> None:
         raise AllranksError(
             "command: {stage} is used, but nothing is staged", fix="write stage: [PATH of the data]"
         )
-    layout = job.layout
-    if job.command is None and layout.pp > 1:
-        raise AllranksError(
-            f"layout {layout}: tasks cannot be divided into stages (pp) yet",
-            fix=f"write --layout {layout.nodes}x{layout.gpus}:fsdp={layout.pp}",
-        )
+    if job.command is None and job.layout.pp > 1:
+        batch_size = job.batch_size or (job.batch_size_per_rank or 0) * job.layout.data_ranks
+        num_micro_batches(job, job.layout, batch_size)
 
 
 def check_command(job: Job) -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset
 
 from allranks.errors import AllranksError
 from allranks.job.job import Job
+from allranks.job.stages import check_stages, num_micro_batches
 from allranks.job.task_source import find_task
 from allranks.layout import Layout
 from allranks.machine.allotted import cpus_allotted
@@ -41,11 +42,12 @@ from allranks.train.loop import (
     Loss,
     SaveEvery,
     Training,
+    check_losses,
     clear_gradients,
     forward_backward,
     one_step,
 )
-from allranks.train.mesh import Mesh
+from allranks.train.mesh import Mesh, Ranks
 from allranks.train.meter import Meter
 from allranks.train.optim import (
     Scaler,
@@ -55,6 +57,7 @@ from allranks.train.optim import (
     copies_in_replica,
     rate_scale,
 )
+from allranks.train.pipeline import Pipeline, blocks_of, divide, measure
 
 VECTOR_MATH = (
     *(torch.acos, torch.asin, torch.atan, torch.cos, torch.sin, torch.tan, torch.cosh, torch.sinh),
@@ -129,23 +132,51 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     data = training_data(me, mesh, job, task, datasets["train"], device)
     precision = parallelize.resolve_precision(job.precision, device)
     autocast = parallelize.autocast(precision, device)
-    model = build_model(job, mesh, task, data, autocast)
-    compiled = should_compile(job, data, model, device)
+    commit = chosen_checkpoint(me)
+    model = fresh_model(job, task, data)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    pipeline = None
+    if me.layout.pp > 1:
+        sizes = divide_blocks(job, mesh, task, model, data, autocast, commit)
+        schedule, number = job.pipeline.schedule, data.cut.num_of_whole
+        pipeline = Pipeline(task, sizes, mesh, device, schedule, number)
+    model = parallelize.parallelize(
+        model,
+        mesh,
+        device,
+        plan=task.tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else None,
+        activation_checkpointing=job.activation_checkpointing,
+        cut=pipeline.cut if pipeline else None,
+        one_pass=lambda model: pass_without_weight(
+            model, task.loss, autocast, data.example(Progress())
+        ),
+    )
+    if pipeline:
+        pipeline.tie(model)  # collective
+    compiled = should_compile(job, data, num_parameters, device)
+    if pipeline and job.pipeline.schedule == "zero-bubble":
+        compiled = False  # it cuts backward passes in two, which compiled ones are not made for
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(job.optimizer, parameters)
     scaler = Scaler(device, mesh.replica) if precision == "fp16" else None
     allocate_state(optimizer)
-    progress, metrics = restore(me, parallelize.plain(model), optimizer, scaler)
+    progress, metrics = restore(commit, parallelize.plain(model), optimizer, scaler)
     last_step = last_step_of(job, data, progress)
     if compiled:
-        parallelize.plain(model).compile()  # in DDP: it divides the graph by its buckets
+        # In DDP: it divides the graph by its buckets.
+        (pipeline or parallelize.plain(model)).compile()
+    stages = {"stages": pipeline.sizes} if pipeline else {}
     training = Training(
         task=task,
         mesh=mesh,
         model=model,
         loss=torch.compile(task.loss) if compiled else task.loss,
         parameters=parameters,
-        copies=[copies_in_replica(parameter, mesh.layout) for parameter in parameters],
+        copies=[
+            copies_in_replica(parameter, mesh.layout)
+            * (pipeline.copies(parameter) if pipeline else 1)
+            for parameter in parameters
+        ],
         norms=parallelize.batch_norms(model),
         optimizer=optimizer,
         schedule=Schedule(job.optimizer, num_steps=last_step, scale=rate_scale(job, mesh.data)),
@@ -166,39 +197,65 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
             saved_step=progress.step or -1,
         ),
         save_every=save_every(job),
-        forward_backward=forward_backward,
+        predict=pipeline.outputs if pipeline else parallelize.plain(model),
+        forward_backward=pipeline.forward_backward if pipeline else forward_backward,
         step=one_step,
         device=device,
         seed=job.seed,
         last_step=last_step,
-        notes={"layout": str(me.layout), "seed": job.seed, "threads": torch.get_num_threads()},
+        notes={
+            "layout": str(me.layout),
+            "seed": job.seed,
+            "threads": torch.get_num_threads(),
+            **stages,
+        },
         progress=progress,
         metrics=metrics,
     )
     warn_of_small_norms(me, training)
-    log.write_past("start", **describe(me, training, precision, compiled))
-    warm_up(training)
+    log.write_past("start", **describe(me, training, precision, compiled, num_parameters), **stages)
+    if pipeline:
+        pipeline.set_up(training)  # collective
+    else:
+        warm_up(training)
     return training
 
 
-def build_model(
-    job: Job, mesh: Mesh, task: Task, data: TrainingData, autocast: AbstractContextManager[None]
-) -> nn.Module:
-    """The task's model, with the same weights on every layout, ready to be called. Collective."""
+def fresh_model(job: Job, task: Task, data: TrainingData) -> nn.Module:
+    """The task's model, with the same weights on every layout."""
     seed_everything(job.seed)
     model = task.model()
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         data.dtype = torch.float64
-    return parallelize.parallelize(
-        model,
-        mesh,
-        data.device,
-        plan=task.tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else None,
-        activation_checkpointing=job.activation_checkpointing,
-        one_pass=lambda model: pass_without_weight(
-            model, task.loss, autocast, data.example(Progress())
-        ),
-    )
+    return model
+
+
+def divide_blocks(
+    job: Job,
+    mesh: Mesh,
+    task: Task,
+    model: nn.Module,
+    data: TrainingData,
+    autocast: AbstractContextManager[None],
+    commit: commits.Commit | None,
+) -> list[int]:
+    """Blocks of each stage: as they were in a resumed run, else by their cost. Collective."""
+    if task.couples_samples:
+        raise AllranksError(
+            f"layout {mesh.layout}: a pipeline's micro-batches are filled up with samples that do "
+            f"not count, but {type(task).__name__} compares samples (couples_samples)",
+            fix=f"write fsdp={mesh.layout.pp} in place of pp={mesh.layout.pp}",
+        )
+    blocks = blocks_of(task, model)
+    num_stages = check_stages(mesh.layout, job.pipeline.schedule, len(blocks))
+    before = commit.manifest().get("stages", []) if commit else []
+    if len(before) == num_stages and sum(before) == len(blocks):
+        return list(before)
+    parallelize.synchronise_batch_norm(model, Ranks())  # as it will be, but without other ranks
+    costs = measure(blocks, data.example(Progress()), task.loss, autocast, data.device)
+    # Of all ranks together, so that all divide alike.
+    seconds = mesh.world.sum(torch.tensor(costs, device=data.device))  # collective
+    return divide(seconds.tolist(), num_stages)
 
 
 def load_staged_task(job: Job) -> Task:
@@ -269,15 +326,17 @@ def training_data(
     me: Rank, mesh: Mesh, job: Job, task: Task, dataset: Dataset[Any], device: torch.device
 ) -> TrainingData:
     batch_size = job.batch_size or (job.batch_size_per_rank or 0) * mesh.data.size
+    # No batch is larger than an epoch: it would be padded up to its size.
+    batch_size = min(batch_size, max(1, len(dataset)))  # type: ignore[arg-type]  # it has a length
     return TrainingData(
         dataset,
         task,
-        # No batch is larger than an epoch: it would be padded up to its size.
         Cut(
-            min(batch_size, max(1, len(dataset))),  # type: ignore[arg-type]  # it has a length
+            batch_size,
             mesh.data.rank,
             mesh.data.size,
             job.micro_batch_size,
+            num_micro_batches(job, mesh.layout, batch_size) if mesh.layout.pp > 1 else None,
         ),
         seed=job.seed,
         device=device,
@@ -296,12 +355,11 @@ def warn_of_small_norms(me: Rank, t: Training) -> None:
         )
 
 
-def should_compile(job: Job, data: TrainingData, model: nn.Module, device: torch.device) -> bool:
+def should_compile(job: Job, data: TrainingData, num_parameters: int, device: torch.device) -> bool:
     """Whether to use torch.compile; `auto`: where it pays off, for large models on GPUs."""
     if job.compile != "auto":
         return bool(job.compile)
     num_steps = job.steps or (job.epochs or 0) * data.steps_per_epoch
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     is_large = num_steps >= COMPILE_FROM_STEPS and num_parameters >= COMPILE_FROM_PARAMETERS
     return is_large and device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
@@ -338,13 +396,8 @@ def save_every(job: Job) -> SaveEvery:
     return SaveEvery(steps=every) if isinstance(every, int) else SaveEvery(seconds=every.seconds)
 
 
-def restore(
-    me: Rank,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-) -> tuple[Progress, list[dict[str, Any]]]:
-    """Load the newest intact checkpoint, if there is one. Collective."""
+def chosen_checkpoint(me: Rank) -> commits.Commit | None:
+    """The newest intact checkpoint, if there is one. Collective."""
     choice = [me.checkpoint]
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         # The launcher chose one before the first start; there may be a newer one now.
@@ -358,9 +411,20 @@ def restore(
             commits.clean(me.run.checkpoints, claim=claims.own(), chosen=choice[0])
         dist.broadcast_object_list(choice, src=0)
     if not choice[0]:
-        return Progress(), []
+        return None
     path = me.run.checkpoints / choice[0]
-    commit = commits.Commit(path, step=int(choice[0].removeprefix("step-")))
+    return commits.Commit(path, step=int(choice[0].removeprefix("step-")))
+
+
+def restore(
+    commit: commits.Commit | None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+) -> tuple[Progress, list[dict[str, Any]]]:
+    """Load a checkpoint, if there is one. Collective."""
+    if commit is None:
+        return Progress(), []
     progress, manifest = checkpoint.load(commit, model, optimizer)
     if scaler is not None and "scaler" in manifest:
         scaler.load_state_dict(manifest["scaler"])
@@ -382,21 +446,10 @@ def pass_without_weight(
     model: nn.Module, loss: Loss, autocast: AbstractContextManager[None], micro: MicroBatch
 ) -> None:
     """A forward and a backward pass that changes nothing but gradients. Collective."""
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    with autocast:
-        losses = loss(model(micro.inputs), micro.targets)
-    losses = losses[0] if isinstance(losses, tuple) else losses
-    size = len(micro.weights)
-    if losses.shape != (size,):
-        raise AllranksError(
-            f"the task's loss returned shape {list(losses.shape)} for a batch of {size} samples",
-            fix=f"return one loss per sample, shape [{size}]: with torch's loss functions, "
-            'use reduction="none"',
-        )
-    losses.backward(torch.zeros_like(losses))
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+    with parallelize.buffers_unchanged(model):
+        with autocast:
+            losses = check_losses(loss(model(micro.inputs), micro.targets), len(micro.weights))
+        losses.backward(torch.zeros_like(losses))
 
 
 def link_between_ranks(me: Rank) -> str:
@@ -406,7 +459,9 @@ def link_between_ranks(me: Rank) -> str:
     return gpu_link(local_gpus()) if dist.get_backend() == "nccl" else "the loopback interface"
 
 
-def describe(me: Rank, t: Training, precision: str, compiled: bool) -> dict[str, Any]:
+def describe(
+    me: Rank, t: Training, precision: str, compiled: bool, num_parameters: int
+) -> dict[str, Any]:
     """The start event: who this rank is, and what the banner shows."""
     cut = t.data.cut
     micro_batches = cut.micro_batches(0, cut.batch_size)
@@ -424,7 +479,7 @@ def describe(me: Rank, t: Training, precision: str, compiled: bool) -> dict[str,
         "threads": torch.get_num_threads(),
         "precision": precision,
         "compile": compiled,
-        "parameters": sum(p.numel() for p in t.model.parameters()),
+        "parameters": num_parameters,
         "global_batch": cut.batch_size,
         "rank_batch": shares,
         "accumulation": len(micro_batches),

@@ -52,17 +52,23 @@ class Cut:
     part: int
     parts: int
     micro_batch_size: int | None = None
+    num_micro_batches: int | None = None  # in place of a size: so many of every global batch
+
+    @property
+    def num_of_whole(self) -> int:
+        """Micro-batches of a whole global batch, on each rank."""
+        share = -(-self.batch_size // self.parts)
+        return self.num_micro_batches or -(-share // (self.micro_batch_size or share))
 
     @property
     def largest(self) -> int:
         """Samples in the largest micro-batch of a whole global batch, over all ranks."""
-        share = -(-self.batch_size // self.parts)
-        return -(-share // -(-share // (self.micro_batch_size or share)))
+        return -(-self.batch_size // (self.parts * self.num_of_whole))
 
     @property
     def is_even(self) -> bool:
         """Whether all micro-batches of a whole global batch are equally large, on all ranks."""
-        return self.batch_size % (self.parts * self.largest) == 0
+        return self.batch_size % (self.parts * self.num_of_whole) == 0
 
     def share(self, start: int, stop: int) -> tuple[int, int]:
         """This rank's positions in a global batch; two ranks' shares differ by at most one."""
@@ -78,7 +84,7 @@ class Cut:
         """
         low, high = self.share(start, stop)
         size, largest_share = high - low, -(-(stop - start) // self.parts)
-        count = -(-largest_share // self.largest)
+        count = self.num_micro_batches or -(-largest_share // self.largest)
         return [(low + i * size // count, low + (i + 1) * size // count) for i in range(count)]
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from allranks.errors import AllranksError
 from allranks.tasks import Task
 from allranks.train.agreement import Pulse
 from allranks.train.checkpoint import Checkpointer
@@ -24,7 +25,6 @@ from allranks.train.optim import Scaler, Schedule, clip_gradients, gradients
 from allranks.train.parallelize import (
     SynchronisedBatchNorm,
     norms_count,
-    plain,
     without_sync,
 )
 from allranks.train.signals import stop_requested
@@ -56,7 +56,8 @@ class Training:
     pulse: Pulse
     checkpointer: Checkpointer
     save_every: SaveEvery
-    forward_backward: Compute
+    predict: Callable[[Any], Any]  # the model's outputs; None on a rank without the last stage
+    forward_backward: Compute  # of the model, or of a pipeline's stages
     step: Compute  # everything between one batch and the next that only the device works on
     device: torch.device
     seed: int
@@ -139,24 +140,46 @@ def forward_backward(t: Training, batch: Batch, want_loss: bool) -> Tensor | Non
         if own_weight is not None:
             total_weight = own_weight if total_weight is None else total_weight + own_weight
     if total_weight is not None:  # the task weights its samples: the divisor is known only now
-        t.mesh.data.sum(total_weight)  # collective
-        correction = torch.where(total_weight > 0, t.mesh.data.size / total_weight, 0.0)
-        torch._foreach_mul_(gradients(t.parameters), correction)
+        correction = divide_by_weight(t, total_weight)  # collective
         loss = loss * correction if loss is not None else None
     return loss / t.mesh.data.size if loss is not None else None
 
 
+def divide_by_weight(t: Training, total_weight: Tensor) -> Tensor:
+    """Divide the gradients by the weight of all samples; return the loss's factor. Collective."""
+    t.mesh.data.sum(total_weight)  # collective
+    correction = torch.where(total_weight > 0, t.mesh.data.size / total_weight, 0.0)
+    torch._foreach_mul_(gradients(t.parameters), correction)
+    return correction
+
+
 def weighted_losses(t: Training, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Each sample's loss and weight in the global mean, and the task's own weights' sum if any."""
+    """What a pass computes: see `weigh`."""
     counted = norms_count(t.norms, micro.counted) if t.norms and t.data.borrows else nullcontext()
     with t.autocast, counted:
-        outputs = t.model(micro.inputs)
-        losses = t.loss(outputs, micro.targets)
+        return weigh(t, t.model(micro.inputs), micro)
+
+
+def weigh(t: Training, outputs: Any, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Each sample's loss and weight in the global mean, and the task's own weights' sum if any."""
+    losses = t.loss(outputs, micro.targets)
     if isinstance(losses, tuple):
         losses, own = losses
         weights = micro.weights * own
         return in_full(losses), weights, weights.sum()
     return in_full(losses), micro.weights, None
+
+
+def check_losses(losses: Tensor | tuple[Tensor, Tensor], size: int) -> Tensor:
+    """The losses of a batch of so many samples. Raises AllranksError if they are not one each."""
+    losses = losses[0] if isinstance(losses, tuple) else losses
+    if losses.shape != (size,):
+        raise AllranksError(
+            f"the task's loss returned shape {list(losses.shape)} for a batch of {size} samples",
+            fix=f"return one loss per sample, shape [{size}]: with torch's loss functions, "
+            'use reduction="none"',
+        )
+    return losses
 
 
 def in_full(losses: Tensor) -> Tensor:
@@ -195,7 +218,8 @@ def advance(progress: Progress, batch: Batch) -> None:
 
 def seed_dropout(t: Training, step: int) -> None:
     """Seed the masks from (seed, step, rank), so that a resumed run draws the same ones."""
-    seed = mix(t.seed, step, t.data.cut.part)
+    # Neither do two stages of a pipeline draw the same ones.
+    seed = mix(t.seed, step, t.data.cut.part + t.data.cut.parts * t.mesh.stages.rank)
     torch.default_generator.manual_seed(seed)
     if t.device.type == "cuda":
         torch.cuda.default_generators[t.device.index].manual_seed(seed)
@@ -204,11 +228,13 @@ def seed_dropout(t: Training, step: int) -> None:
 @torch.no_grad()
 def evaluate(t: Training, split: str) -> dict[str, float]:
     """The mean loss and metrics over a whole data set, equal on all ranks. Collective."""
-    model = plain(t.model).eval()
+    t.model.eval()
     sums: dict[str, Tensor] = {}  # name -> [sum of values, sum of their weights]
     for inputs, targets, count in t.evaluations[split]:
         with t.autocast:
-            outputs = model(inputs)
+            outputs = t.predict(inputs)  # collective with stages
+            if outputs is None:  # another rank has the last stage
+                continue
             losses = t.loss(outputs, targets)
         losses, weights = losses if isinstance(losses, tuple) else (losses, torch.ones_like(losses))
         for name, values in {"loss": losses, **t.task.metrics(outputs, targets)}.items():
@@ -216,10 +242,12 @@ def evaluate(t: Training, split: str) -> dict[str, float]:
             weight = weights[:count].double() if name == "loss" else torch.ones_like(values)
             pair = torch.stack([(values * weight).sum(), weight.sum()])
             sums[name] = sums.get(name, 0) + pair
-    totals = t.mesh.data.sum(torch.stack(list(sums.values())))  # collective
     t.model.train()
-    means = (totals[:, 0] / totals[:, 1]).tolist()
-    return dict(zip(sums, means, strict=True))
+    means = {}
+    if sums:
+        totals = t.mesh.data.sum(torch.stack(list(sums.values())))  # collective
+        means = dict(zip(sums, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
+    return t.mesh.stages.from_last(means)  # collective
 
 
 def evaluation_was_skipped(t: Training) -> bool:

@@ -6,8 +6,10 @@ a node, exchange the most. Everything that ranks exchange names one of the group
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from allranks.layout import NESTING, Layout
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,13 @@ class Ranks:
             dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
         return value
 
+    def from_last(self, value: Result) -> Result:
+        """The last rank's value, on all of them. Collective."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, group=self.group, group_src=self.size - 1)
+        return values[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
@@ -55,7 +66,7 @@ class Mesh:
         world = Ranks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
         if layout.dp == layout.ranks:
             return cls(layout=layout, world=world, data=world)
-        numbers = torch.arange(layout.ranks).view([getattr(layout, axis) for axis in NESTING])
+        numbers = _numbers(layout)
         return cls(
             layout=layout,
             world=world,
@@ -65,6 +76,11 @@ class Mesh:
             devices=DeviceMesh(device.type, numbers, mesh_dim_names=NESTING),
         )
 
+    def among_stages(self, places: Sequence[int]) -> Ranks:
+        """The ranks at these places along pp that work on the same data as this one. Collective."""
+        along = torch.tensor(places)
+        return _ranks_along(("pp",), _numbers(self.layout).index_select(NESTING.index("pp"), along))
+
     @property
     def is_heard(self) -> bool:
         """Whether what this rank computes of its samples counts: others may compute the same."""
@@ -72,15 +88,20 @@ class Mesh:
         return at["tp"] == 0 and at["pp"] == self.layout.pp - 1
 
 
+def _numbers(layout: Layout) -> Tensor:
+    """The ranks' numbers, by their places along the axes."""
+    return torch.arange(layout.ranks).view([getattr(layout, axis) for axis in NESTING])
+
+
 def _ranks_along(axes: tuple[str, ...], numbers: Tensor) -> Ranks:
-    """The ranks that differ from this one in these axes only. Collective."""
+    """The ranks of these that differ from this one in these axes only. Collective."""
     inner = [NESTING.index(axis) for axis in axes]
     outer = [index for index in range(len(NESTING)) if index not in inner]
     size = prod(numbers.shape[index] for index in inner)
     if size == 1:
         return Ranks()
-    if size == numbers.numel():
+    if size == dist.get_world_size():
         return Ranks(size, dist.get_rank(), dist.group.WORLD)
     sets: list[list[int]] = numbers.permute(*outer, *inner).reshape(-1, size).tolist()
     group, _ = dist.new_subgroups_by_enumeration(sets)
-    return Ranks(size, dist.get_rank(group), group)
+    return Ranks(size, dist.get_rank(group), group) if group is not None else Ranks()

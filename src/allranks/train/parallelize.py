@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -37,25 +37,29 @@ def parallelize(
     *,
     plan: Mapping[str, Any] | None = None,
     activation_checkpointing: Literal["off", "full", "selective"] = "off",
+    cut: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
     one_pass: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """The model to call in training. Collective.
 
-    `plan`: the task's tensor_parallel_plan.
+    `plan`: the task's tensor_parallel_plan. `cut` drops what other stages hold, and returns the
+    parts that this rank calls in place of the whole.
     `one_pass` makes a forward and backward pass that changes nothing but gradients. It shows which
     parameters take no part in the loss: DDP fails on them unless it is told to look for them.
     """
     synchronise_batch_norm(model, mesh.data)
     is_cut = mesh.layout.tp > 1 or (mesh.devices is not None and mesh.data.size > 1)
-    if not is_cut:  # otherwise each rank takes its part, so that the whole need not fit the device
-        model.to(device)
     if mesh.layout.tp > 1:
         tensor_parallel(model, mesh, plan)
     if activation_checkpointing != "off":
         checkpoint_activations(model, selective=activation_checkpointing == "selective")
-    if is_cut:
-        shard(model, mesh)
-    elif mesh.data.size > 1:
+    blocks = blocks_of_their_own(model)
+    parts = [model] if cut is None else cut(model)
+    if not is_cut:  # otherwise each rank takes its part, so that the whole need not fit the device
+        model.to(device)
+    for part in parts if is_cut else ():
+        shard(part, blocks, mesh)
+    if mesh.data.size > 1 and not is_cut:
         assert one_pass is not None
         one_pass(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -108,17 +112,19 @@ def _names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def shard(model: nn.Module, mesh: Mesh) -> None:
-    """Shard parameters over fsdp, and average gradients over dp and fsdp.
+def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh) -> None:
+    """Shard parameters over fsdp, those of each block together; average gradients over dp and fsdp.
 
     With fsdp=1, replicas are averaged by the same means: DDP cannot, if the parameters are cut
     by tp or differ between stages.
     """
     assert mesh.devices is not None
     axes = mesh.devices["dp", "fsdp"] if mesh.layout.dp > 1 else mesh.devices["fsdp"]
-    for module in (*blocks_of_their_own(model), model):
+    own = set(model.modules())
+    for module in (*(block for block in blocks if block in own), model):
         module.register_forward_hook(_without_views)  # before FSDP's own
-        fully_shard(module, mesh=axes)
+        # A stage is called many times in a row: it would gather its shards every time.
+        fully_shard(module, mesh=axes, reshard_after_forward=mesh.layout.pp == 1)
 
 
 def _without_views(module: nn.Module, inputs: object, outputs: Any) -> Any:
@@ -138,6 +144,16 @@ def blocks_of_their_own(model: nn.Module) -> list[nn.Module]:
         if own and all(len(own[parameter]) == len(names[parameter]) for parameter in own):
             found.append(block)
     return found
+
+
+@contextlib.contextmanager
+def buffers_unchanged(model: nn.Module) -> Iterator[None]:
+    """A context after which the model's buffers are as they were before."""
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -283,11 +299,12 @@ class SynchronisedBatchNorm(_BatchNorm):
             count = count * rows.mean()
             weights = rows.view(-1, *[1] * (x.dim() - 1))
         totals = _sum_over(self.ranks, torch.cat([_weighted(x, weights).sum(dims), count]))
+        # None are counted in some of a pipeline's micro-batches, if there are few samples.
         count = totals[-1].detach()
-        mean = totals[:-1] / count
+        mean = totals[:-1] / count.clamp(min=1)
         centred = x - mean.view(shape)
         squares = _weighted(centred * centred, weights).sum(dims)
-        variance = _sum_over(self.ranks, squares) / count
+        variance = _sum_over(self.ranks, squares) / count.clamp(min=1)
         if not _is_recomputing():
             self._track(mean.detach(), variance.detach(), count)
         y = centred * torch.rsqrt(variance + self.eps).view(shape)
@@ -303,15 +320,15 @@ class SynchronisedBatchNorm(_BatchNorm):
             return
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
+        counts = (count > 0).squeeze()
+        self.num_batches_tracked.add_(counts)
         unbiased = variance * (count / torch.clamp(count - 1, min=1))
         if self.momentum is None:
-            share = 1.0 / self.num_batches_tracked.float()
-            self.running_mean += (mean - self.running_mean) * share
-            self.running_var += (unbiased - self.running_var) * share
+            share = counts / self.num_batches_tracked.to(mean.dtype).clamp(min=1)
         else:
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(unbiased, self.momentum)
+            share = counts * mean.new_tensor(self.momentum)
+        self.running_mean += (mean - self.running_mean) * share
+        self.running_var += (unbiased - self.running_var) * share
 
 
 def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
