@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from allranks.run.folder import RunDir, no_readable_checkpoint
 from allranks.tasks import Task
 from allranks.train import checkpoint, parallelize
 from allranks.train.agreement import Pulse
+from allranks.train.compress import AveragedWeights, CompressedGradients, Compression
 from allranks.train.data import Cut, EvaluationData, MicroBatch, Progress, TrainingData, mix
 from allranks.train.loop import (
     Loss,
@@ -45,7 +46,7 @@ from allranks.train.loop import (
     forward_backward,
     one_step,
 )
-from allranks.train.mesh import Mesh
+from allranks.train.mesh import Mesh, Ranks
 from allranks.train.meter import Meter
 from allranks.train.optim import (
     Scaler,
@@ -129,19 +130,24 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     data = training_data(me, mesh, job, task, datasets["train"], device)
     precision = parallelize.resolve_precision(job.precision, device)
     autocast = parallelize.autocast(precision, device)
-    model = build_model(job, mesh, task, data, autocast)
+    averages_weights = job.compress is not None and job.compress.averages_weights
+    together = Ranks() if averages_weights else mesh.data
+    model = build_model(job, replace(mesh, data=together), task, data, autocast)
     compiled = should_compile(job, data, model, device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(job.optimizer, parameters)
     scaler = Scaler(device, mesh.replica) if precision == "fp16" else None
     allocate_state(optimizer)
-    progress, metrics = restore(me, parallelize.plain(model), optimizer, scaler)
+    compression = compression_of(job, parallelize.plain(model), optimizer, mesh.data)
+    progress, metrics = restore(me, parallelize.plain(model), optimizer, scaler, compression)
     last_step = last_step_of(job, data, progress)
     if compiled:
         parallelize.plain(model).compile()  # in DDP: it divides the graph by its buckets
     training = Training(
         task=task,
         mesh=mesh,
+        together=together,
+        compression=compression,
         model=model,
         loss=torch.compile(task.loss) if compiled else task.loss,
         parameters=parameters,
@@ -164,6 +170,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
             group=gloo_group(job),
             log=log,
             saved_step=progress.step or -1,
+            divide=None if compression is None else compression.divide,
         ),
         save_every=save_every(job),
         forward_backward=forward_backward,
@@ -178,6 +185,8 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     warn_of_small_norms(me, training)
     log.write_past("start", **describe(me, training, precision, compiled))
     warm_up(training)
+    if compression is not None:
+        compression.begin(model, progress.step, training.schedule)
     return training
 
 
@@ -333,6 +342,17 @@ def evaluations(
     }
 
 
+def compression_of(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> Compression | None:
+    """What sends less between the ranks, if the job asks for it."""
+    if job.compress is None:
+        return None
+    if job.compress.averages_weights:
+        return AveragedWeights(job.compress, model, optimizer, ranks)
+    return CompressedGradients(job.compress, model, ranks, seed=job.seed)
+
+
 def save_every(job: Job) -> SaveEvery:
     every = job.checkpoint.every
     return SaveEvery(steps=every) if isinstance(every, int) else SaveEvery(seconds=every.seconds)
@@ -343,6 +363,7 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
+    compression: Compression | None,
 ) -> tuple[Progress, list[dict[str, Any]]]:
     """Load the newest intact checkpoint, if there is one. Collective."""
     choice = [me.checkpoint]
@@ -364,6 +385,8 @@ def restore(
     progress, manifest = checkpoint.load(commit, model, optimizer)
     if scaler is not None and "scaler" in manifest:
         scaler.load_state_dict(manifest["scaler"])
+    if compression is not None:
+        compression.load(commit, manifest["world_size"])
     return progress, manifest["metrics"]
 
 

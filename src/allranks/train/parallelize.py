@@ -284,6 +284,10 @@ class SynchronisedBatchNorm(_BatchNorm):
             weights = rows.view(-1, *[1] * (x.dim() - 1))
         totals = _sum_over(self.ranks, torch.cat([_weighted(x, weights).sum(dims), count]))
         count = totals[-1].detach()
+        if self.ranks.size == 1 and weights is not None:
+            count = count.clamp(
+                min=1
+            )  # a rank that trains by itself may have no sample that counts
         mean = totals[:-1] / count
         centred = x - mean.view(shape)
         squares = _weighted(centred * centred, weights).sum(dims)
