@@ -276,14 +276,14 @@ def share_of_tensors(tensors: dict[str, Tensor], rank: int, world_size: int) -> 
     return mine
 
 
-def read_tensors(commit: Commit, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint with wanted names, on the CPU. Each rank reads for itself."""
+def read_tensors(commit: Commit, *prefixes: str) -> Tensors:
+    """A checkpoint's tensors, or those with such names, on the CPU. Each rank reads for itself."""
     reader = TensorReader(commit.path, commit.manifest()["files"])
     entries = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and wanted(name)
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefixes or "")
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -303,7 +303,7 @@ def load(
             fix="use another checkpoint",
             exit_code=1,
         )
-    stored = read_tensors(commit, lambda name: not name.startswith("compress."))
+    stored = read_tensors(commit, "model.", "optimizer.")
     expected = model_tensors(model)
     for name, tensor in expected.items():
         shape = tuple(stored[name].shape) if name in stored else "no such tensor"

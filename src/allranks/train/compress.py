@@ -149,7 +149,9 @@ class CompressedGradients(Compression):
 
     def __init__(self, settings: Compress, model: nn.Module, ranks: Ranks, *, seed: int) -> None:
         super().__init__(settings, ranks)
-        self._names = {parameter: name for name, parameter in named_parameters(model)}
+        self._names: dict[Tensor, str] = {
+            parameter: name for name, parameter in named_parameters(model)
+        }
         self._buckets: dict[int, list[tuple[str, int]]] = {}  # parameters and sizes, in order
         self._loaded: Tensors = {}  # from a checkpoint, until a bucket asks for it
         self._errors: dict[int, Tensor] = {}  # of a bucket, flat
@@ -254,7 +256,7 @@ class CompressedGradients(Compression):
         return shared, own
 
     def load(self, commit: Commit, num_ranks: int) -> None:
-        self._loaded = read_tensors(commit, lambda name: name.startswith("compress.powersgd."))
+        self._loaded = read_tensors(commit, "compress.powersgd.")
         self._loaded |= _of_rank(commit, "compress.error", self.wire.ranks, num_ranks)
 
 
@@ -360,8 +362,8 @@ class AveragedWeights(Compression):
         for name, value in _of_rank(commit, "compress.own", self.wire.ranks, num_ranks).items():
             if name in tensors:
                 tensors[name].copy_(value)
-        starts = read_tensors(commit, lambda name: name.startswith("compress.global."))
-        moments = read_tensors(commit, lambda name: name.startswith("compress.momentum."))
+        starts = read_tensors(commit, "compress.global.")
+        moments = read_tensors(commit, "compress.momentum.")
         for name, start in self._global.items():
             start.copy_(starts.get(f"compress.global.{name}", tensors[name]))
             if f"compress.momentum.{name}" in moments:
@@ -376,8 +378,7 @@ def _of_rank(commit: Commit, kind: str, ranks: Ranks, num_ranks: int) -> Tensors
     numbers = [ranks.rank] if num_ranks == ranks.size else range(num_ranks)
     for number in numbers:
         prefix = f"{kind}.rank-{number}."
-        own = read_tensors(commit, lambda name, prefix=prefix: name.startswith(prefix))
-        for name, tensor in own.items():
+        for name, tensor in read_tensors(commit, prefix).items():
             name = name.removeprefix(prefix)
             found[name] = found[name].add_(tensor) if name in found else tensor
     if len(numbers) > 1:

@@ -285,9 +285,7 @@ class SynchronisedBatchNorm(_BatchNorm):
         totals = _sum_over(self.ranks, torch.cat([_weighted(x, weights).sum(dims), count]))
         count = totals[-1].detach()
         if self.ranks.size == 1 and weights is not None:
-            count = count.clamp(
-                min=1
-            )  # a rank that trains by itself may have no sample that counts
+            count = count.clamp(min=1)  # training by itself, it may have no sample that counts
         mean = totals[:-1] / count
         centred = x - mean.view(shape)
         squares = _weighted(centred * centred, weights).sum(dims)
