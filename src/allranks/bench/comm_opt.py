@@ -91,8 +91,8 @@ def measure(
     done = series.here(reader(series))
     found = as_json([*refused, *done], methods, [own, *batch_sizes], steps=steps)
     found |= {"layout": str(job.layout), "interrupted": series.is_interrupted}
-    error = None if series.is_interrupted else error_in(done)
-    return Result(found, error, series.is_interrupted, series.how_far(one.problem for one in done))
+    failed = None if series.is_interrupted else error_in(done)
+    return Result(found, failed, series.is_interrupted, series.how_far(one.problem for one in done))
 
 
 def check(job: Job) -> None:

@@ -38,11 +38,11 @@ class Trial:
     samples_per_second: float | None = None
     memory_bytes: int | None = None
     memory_of: str | None = None  # device or host
-    measured: Timing | None = None
-    sent_per_step: float | None = None  # bytes, by rank 0
     losses: Mapping[int, float] = field(default_factory=dict)  # by step
     problem: str | None = None
     is_refused: bool = False  # this machine does not support it: nothing was started
+    measured: Timing | None = None
+    sent_per_step: float | None = None  # bytes, by rank 0
 
 
 def read_precisions(text: str | None) -> list[str]:

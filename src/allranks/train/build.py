@@ -162,16 +162,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         evaluations=evaluations(datasets, data),
         meter=Meter(log, mesh, log_every=job.log_every, last_step=last_step),
         pulse=Pulse(gloo_group(job) if me.world_size > 1 else None),
-        checkpointer=checkpoint.Checkpointer(
-            me.run.checkpoints,
-            parallelize.plain(model),
-            optimizer,
-            keep=job.checkpoint.keep,
-            group=gloo_group(job),
-            log=log,
-            saved_step=progress.step or -1,
-            divide=None if compression is None else compression.divide,
-        ),
+        checkpointer=checkpointer_of(me, job, model, optimizer, compression, progress, log),
         save_every=save_every(job),
         forward_backward=forward_backward,
         step=one_step,
@@ -188,6 +179,28 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     if compression is not None:
         compression.begin(model, progress.step, training.schedule)
     return training
+
+
+def checkpointer_of(
+    me: Rank,
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compression: Compression | None,
+    progress: Progress,
+    log: EventLog,
+) -> checkpoint.Checkpointer:
+    """What saves the training. Collective."""
+    return checkpoint.Checkpointer(
+        me.run.checkpoints,
+        parallelize.plain(model),
+        optimizer,
+        keep=job.checkpoint.keep,
+        group=gloo_group(job),
+        log=log,
+        saved_step=progress.step or -1,
+        divide=None if compression is None else compression.divide,
+    )
 
 
 def build_model(

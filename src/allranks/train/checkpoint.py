@@ -70,6 +70,7 @@ class Checkpointer:
         self._copied.set()
         # Memory for the copies, allocated now: pinning it can take as long as a save.
         self._staged: Tensors = {}
+        self._saved: set[str] = set()  # what this rank saves: its share is another if there is more
         self._stage(self._share())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -145,6 +146,7 @@ class Checkpointer:
         trained = {f"model.{name}" for name, _ in named_parameters(self.model)}
         unchanged, share = {}, self._share()
         self._stage(share)
+        self._saved = set(share)
         for name, tensor in share.items():
             if not tensor.is_cuda and (name.startswith("optimizer.") or name in trained):
                 unchanged[name] = tensor
@@ -185,7 +187,8 @@ class Checkpointer:
         folder.mkdir(parents=True, exist_ok=True)
         writer = TensorWriter(folder)
         try:
-            dcp.save(dict(self._staged), storage_writer=writer, process_group=self.group)
+            tensors = {name: t for name, t in self._staged.items() if name in self._saved}
+            dcp.save(tensors, storage_writer=writer, process_group=self.group)
         except dcp.CheckpointException as error:
             raise _cause(error) from None
         sealed: dict[str, Any] | OSError
