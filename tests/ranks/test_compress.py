@@ -123,13 +123,15 @@ def mean(found: list[list[dict[str, Any]]], at: int, key: str) -> Tensor:
     return torch.stack([rank[at][key] for rank in found]).mean(0)
 
 
-def theory(settings: dict[str, Any]) -> float:
+def theory(settings: dict[str, Any]) -> int:
     if settings["name"] in ("bf16", "fp16"):
         return 2 * PARAMETERS
     if settings["name"] == "topk":
-        return 8.0 * round(settings["keep"] * PARAMETERS)
+        kept: int = round(settings["keep"] * PARAMETERS)
+        return 8 * kept
     rows_and_columns = (300 + 500) + (500 + 200)
-    return 4.0 * (settings["rank"] * rows_and_columns + 500 + 200)  # biases are sent as they are
+    rank: int = settings["rank"]
+    return 4 * (rank * rows_and_columns + 500 + 200)  # biases are sent as they are
 
 
 METHODS = [

@@ -19,16 +19,28 @@ from allranks.timing.steps import Timing
 def timing(step_seconds: float, comm: float) -> Timing:
     parts = {"compute": step_seconds - comm, "comm": comm, "straggler": 0.0, "data": 0.0}
     return Timing(
-        **{"first_step": 3, "last_step": 12, "ranks": 2, "steady": True, "seconds": 1.0},
-        **{"samples": 160, "step_seconds": step_seconds, "step_deviation": 0.0},
-        **{"parts": parts, "slowest_rank": None, "slowest_share": 0.0, "slowest_part": None},
+        first_step=3,
+        last_step=12,
+        ranks=2,
+        steady=True,
+        seconds=1.0,
+        samples=160,
+        step_seconds=step_seconds,
+        step_deviation=0.0,
+        parts=parts,
+        slowest_rank=None,
+        slowest_share=0.0,
+        slowest_part=None,
     )
 
 
 def trial(name: str, sent: float, loss: float, *, seconds: float, comm: float) -> Trial:
     return Trial(
-        **{"name": name, "run": f"run-{name}", "samples_per_second": 8 / seconds},
-        **{"losses": {10: 3.0, 20: loss}, "measured": timing(seconds, comm)},
+        name,
+        run=f"run-{name}",
+        samples_per_second=8 / seconds,
+        losses={10: 3.0, 20: loss},
+        measured=timing(seconds, comm),
         sent_per_step=sent,
     )
 
