@@ -165,10 +165,25 @@ def test_differences_and_what_they_change() -> None:
         Difference("options.depth", None, 3, True),
         Difference("env.A", None, "1", False),
     ]
-    changed = {"optimizer.lr=2", "compress={name: x}", "batch_size=1", "task=spiral"}
+    changed = {"optimizer.lr=2", "compress={name: bf16}", "batch_size=1", "task=spiral"}
     for override in changed:
         other = load("task: mine:Mine", override)
         assert any(found.mathematics for found in ours.differences(other)), override
+
+
+def test_a_method_of_compress_has_its_own_keys() -> None:
+    job = load("compress: {name: diloco, outer_lr: 0.5}")
+    assert job.compress is not None and job.compress.averages_weights
+    assert job.compress.model_dump(exclude_none=True) == {
+        **{"name": "diloco", "every": 20, "outer_lr": 0.5, "outer_momentum": 0.9}
+    }
+    typed = load("task: spiral", "compress.name=powersgd", "compress.rank=2")
+    assert typed.compress is not None and typed.compress.rank == 2
+    assert not typed.compress.averages_weights
+    file = "compress: {name: powersgd, rank: 4}"
+    assert load(file, "compress={name: topk, rank: null}").compress.keep == 0.01  # type: ignore[union-attr]
+    assert load(file, "compress=null").compress is None
+    assert load("compress: {name: fp16}\nprecision: fp16").compress is not None
 
 
 WRONG = [
@@ -215,6 +230,11 @@ WRONG = [
     ("layout: 8", "NODESxGPUS", "1x8"),
     ("compress: {rank: 2}", "compress.name is missing", "compress.name"),
     ("compress: powersgd", "mapping", "mapping"),
+    ("compress: {name: zip}", "one of bf16, fp16, powersgd, topk, local-sgd, diloco", "bf16"),
+    ("compress: {name: topk, rank: 2}", "no effect with topk, only with powersgd", "=null"),
+    ("compress: {name: bf16, every: 2}", "only with local-sgd and diloco", "name: local-sgd"),
+    ("compress: {name: topk, keep: 0}", "compress.keep: expected a number, above 0", "above 0"),
+    ("compress: {name: topk}\nprecision: fp16", "which topk cannot follow", "precision: bf16"),
     ("task: spirall", "job.yaml:1: task", "spiral"),
     ("task: mine:Mime", "no class Mime", "mine:Mine"),
     ("task: 3", "task: expected text, got 3", "text"),

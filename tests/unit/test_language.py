@@ -168,9 +168,10 @@ def two_fake_ranks() -> Iterator[None]:
 @pytest.mark.usefixtures("two_fake_ranks")
 def test_tensor_parallel_plan_is_accepted() -> None:
     task = Language()
+    task.tp = 2
     model = task.model()
     mesh = init_device_mesh("cpu", (2,))
-    parallelize_module(model, mesh, dict(task.tensor_parallel_plan(model, 2)))
+    parallelize_module(model, mesh, dict(task.tensor_parallel_plan(model)))
     cut = {
         name: p.to_local().shape for name, p in model.named_parameters() if isinstance(p, DTensor)
     }
@@ -187,9 +188,10 @@ def test_tensor_parallel_plan_is_accepted() -> None:
 @pytest.mark.usefixtures("two_fake_ranks")
 def test_heads_that_ranks_cannot_share_are_answered() -> None:
     task = Language()
+    task.tp = 2
     shape = Shape(layers=1, width=60, heads=5, context=8, vocabulary=256)
     model = GPT(shape)
-    plan = dict(task.tensor_parallel_plan(model, 2))
+    plan = dict(task.tensor_parallel_plan(model))
     parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     with pytest.raises(AllranksError, match="5 attention heads") as caught:
         model(torch.zeros(1, 8, dtype=torch.long))

@@ -23,7 +23,7 @@ from allranks.machine.gpus import LocalGPU, local_gpus
 from allranks.run.record import read_rank
 from allranks.show.numbers import between, metric, number, ratio, size
 from allranks.show.tables import Table, show_table
-from allranks.timing.steps import STOPPED_EARLY, timing
+from allranks.timing.steps import STOPPED_EARLY, Timing, timing
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 AMPERE = (8, 0)  # compute capability of the first GPUs with tf32 and bf16
@@ -31,9 +31,9 @@ AMPERE = (8, 0)  # compute capability of the first GPUs with tf32 and bf16
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run in one precision, or why there is none."""
+    """One run in one precision (or of another variant of the job), or why there is none."""
 
-    precision: str
+    name: str
     run: str = ""
     samples_per_second: float | None = None
     memory_bytes: int | None = None
@@ -41,6 +41,8 @@ class Trial:
     losses: Mapping[int, float] = field(default_factory=dict)  # by step
     problem: str | None = None
     is_refused: bool = False  # this machine does not support it: nothing was started
+    measured: Timing | None = None
+    sent_per_step: float | None = None  # bytes, by rank 0
 
 
 def read_precisions(text: str | None) -> list[str]:
@@ -105,6 +107,17 @@ def measure(
     record = {"id": secrets.token_hex(4), "kind": "precision"}
     series = Series(planned * repeats, console, record)
 
+    trials = [Trial(name, problem=why, is_refused=True) for name, why in refused.items() if why]
+    done = series.here(reader(series))
+    trials += done
+    found = as_json(trials, steps=steps) | {"interrupted": series.is_interrupted}
+    error = None if series.is_interrupted else error_in(trials)
+    return Result(found, error, series.is_interrupted, series.how_far(one.problem for one in done))
+
+
+def reader(series: Series) -> Callable[[Ended], Trial]:
+    """What reads each run, says what it measured, and leaves out repeats of one that failed."""
+
     def read(ended: Ended) -> Trial:
         trial = trial_of(ended)
         if trial.problem:
@@ -112,15 +125,11 @@ def measure(
         pace = trial.samples_per_second
         said = trial.problem if pace is None else f"{number(pace)} samples/s"
         run = f"  ({trial.run})" if trial.run else ""
-        console.print(f"{trial.precision}: {said}{run}", style="dim", soft_wrap=True, markup=False)
+        line = f"{trial.name}: {said}{run}"
+        series.console.print(line, style="dim", soft_wrap=True, markup=False)
         return trial
 
-    trials = [Trial(name, problem=why, is_refused=True) for name, why in refused.items() if why]
-    done = series.here(read)
-    trials += done
-    found = as_json(trials, steps=steps) | {"interrupted": series.is_interrupted}
-    error = None if series.is_interrupted else error_in(trials)
-    return Result(found, error, series.is_interrupted, series.how_far(one.problem for one in done))
+    return read
 
 
 def trial_of(ended: Ended) -> Trial:
@@ -139,11 +148,15 @@ def trial_of(ended: Ended) -> Trial:
     lost = next((step for step, loss in losses.items() if loss is None), None)
     if lost is not None and problem is None:
         problem = f"its loss is not a number from step {lost} on"
+    start = (run.start(attempt, 0) or {}) if end else {}
+    steps = end.get("step", 0) - start.get("step", 0)
     return Trial(
-        precision=ended.name,
+        name=ended.name,
         run=run.name,
         samples_per_second=measured.samples_per_second if measured and not problem else None,
         memory_bytes=on_device or on_host,
+        measured=None if problem else measured,
+        sent_per_step=end["sent"] / steps if steps and "sent" in end else None,
         memory_of="device" if on_device else "host" if on_host else None,
         losses={step: loss for step, loss in losses.items() if loss is not None},
         problem=problem,
@@ -158,7 +171,7 @@ def error_in(trials: Sequence[Trial]) -> AllranksError | None:
     if not failed:
         what = verdict([row_of([trial]) for trial in trials], None, 0)
         return AllranksError(what, fix="name another precision", exit_code=1)
-    what = f"{failed[0].precision}: {failed[0].problem}"
+    what = f"{failed[0].name}: {failed[0].problem}"
     run = failed[0].run
     fix = f"see allranks doctor {run}" if run else "fix it, then measure again"
     return AllranksError(what, fix=fix, exit_code=1)
@@ -167,9 +180,9 @@ def error_in(trials: Sequence[Trial]) -> AllranksError | None:
 def as_json(trials: Sequence[Trial], *, steps: int) -> dict[str, Any]:
     """What `bench precision --json` prints."""
     rows = [
-        row_of([trial for trial in trials if trial.precision == precision])
+        row_of([trial for trial in trials if trial.name == precision])
         for precision in PRECISIONS
-        if any(trial.precision == precision for trial in trials)
+        if any(trial.name == precision for trial in trials)
     ]
     base = next((row for row in rows if row["samples_per_second"]), None)
     for row in rows:
@@ -188,7 +201,7 @@ def row_of(trials: Sequence[Trial]) -> dict[str, Any]:
     memory = [t.memory_bytes for t in trials if t.memory_bytes is not None]
     losses = trials[0].losses
     return {
-        "precision": trials[0].precision,
+        "precision": trials[0].name,
         "problem": next((t.problem for t in trials if t.problem), None),
         "samples_per_second": statistics.median(paces) if paces else None,
         "range": [min(paces), max(paces)] if paces else None,

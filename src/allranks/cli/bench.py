@@ -1,4 +1,4 @@
-"""The commands that measure: bench scaling, comm, data, precision."""
+"""The commands that measure: bench scaling, comm, data, precision, comm-opt."""
 
 from __future__ import annotations
 
@@ -106,6 +106,19 @@ ScriptSteps = Annotated[
 ]
 Precisions = Annotated[
     str | None, typer.Option(metavar="NAMES", help="Any of fp32,tf32,fp16,bf16. Default: all.")
+]
+Methods = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="Any of bf16,fp16,powersgd,topk,local-sgd,diloco, beside plain. Default: all.",
+    ),
+]
+BatchSizes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N", help="More batch sizes, to see how much of a step is communication."
+    ),
 ]
 
 
@@ -240,6 +253,27 @@ def precision(
     console = people_console(as_json)
     names = read_precisions(precisions)
     found = measure(names, prepare_with, console, steps=steps, repeats=repeats)
+    finish(found, show, console, as_json=as_json)
+
+
+@takes_script
+def comm_opt(
+    job: JobFile = None,
+    overrides: Overrides = None,
+    layout: LayoutText = None,
+    methods: Methods = None,
+    batch_sizes: BatchSizes = None,
+    steps: Steps = 200,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    from allranks.bench.comm_opt import measure, read_batch_sizes, read_methods, show
+
+    prepare_with = preparer(job, overrides, layout=layout, runs=runs)
+    console = people_console(as_json)
+    names, sizes = read_methods(methods), read_batch_sizes(batch_sizes)
+    found = measure(names, sizes, prepare_with, console, steps=steps)
     finish(found, show, console, as_json=as_json)
 
 

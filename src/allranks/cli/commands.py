@@ -213,7 +213,7 @@ class Commands(Page, TyperGroup):
         if row.panels:
             return Commands(name=name, panels=row.panels, help=row.line)
         alone = typer.Typer(add_completion=False)
-        callback = getattr(import_module(f"allranks.cli.{row.module}"), name)
+        callback = getattr(import_module(f"allranks.cli.{row.module}"), name.replace("-", "_"))
         more = inspect.getdoc(callback)
         text = f"{row.line}\n\n{more}" if more else row.line
         alone.command(name, cls=Command, help=text)(callback)

@@ -24,6 +24,7 @@ BENCH = {
             "Measure data loading: how many workers it needs, what limits it.",
         ),
         Row("precision", "bench", "Measure a task in fp32, tf32, fp16, bf16: speed, memory, loss."),
+        Row("comm-opt", "bench", "Measure ways of sending less between ranks: bytes, speed, loss."),
     )
 }
 

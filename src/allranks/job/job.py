@@ -43,7 +43,6 @@ from allranks.job.values import (
     SlurmText,
     SlurmTime,
     Template,
-    Word,
 )
 from allranks.job.yaml_lines import (
     EXCLUSIVE,
@@ -231,11 +230,61 @@ class Slurm(Section):
         return {key: value for key, value in values.items() if value is not None}
 
 
-class Compress(Section):
-    """Compress gradients before they are exchanged, at some loss."""
+# The methods of `compress`, each with its keys and their defaults; None: derived.
+COMPRESS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp16": {},
+    "powersgd": {"rank": 4, "start_step": None},
+    "topk": {"keep": 0.01},
+    "local-sgd": {"every": 20},
+    "diloco": {"every": 20, "outer_lr": 0.7, "outer_momentum": 0.9},
+}
 
-    name: Word = Field(description="the method", examples=["powersgd"])
-    rank: PositiveInt | None = Field(default=None, description="for a low-rank method")
+
+class Compress(Section):
+    """Send less between ranks, at some loss: gradients compressed, or weights averaged rarely."""
+
+    name: Literal["bf16", "fp16", "powersgd", "topk", "local-sgd", "diloco"] = Field(
+        description="the method", examples=["powersgd"]
+    )
+    rank: PositiveInt | None = Field(
+        default=None, description="for powersgd: of the matrices that are sent; 4 unless given"
+    )
+    start_step: NonNegativeInt | None = Field(
+        default=None,
+        description="for powersgd: steps before it begins; null: while the learning rate rises",
+    )
+    keep: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="for topk: fraction of the gradient's entries that are sent; 0.01 unless given",
+    )
+    every: PositiveInt | None = Field(
+        default=None,
+        description="for local-sgd and diloco: steps between averages; 20 unless given",
+    )
+    outer_lr: PositiveFloat | None = Field(
+        default=None,
+        description="for diloco: learning rate of the step on the average; 0.7 unless given",
+    )
+    outer_momentum: Fraction | None = Field(
+        default=None, description="for diloco: Nesterov momentum of that step; 0.9 unless given"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults(cls, values: Any) -> Any:
+        """Fill in the method's defaults, so that the resolved job shows them."""
+        if not isinstance(values, dict):
+            return values
+        given = {key: value for key, value in values.items() if value is not None}
+        return {**COMPRESS.get(str(given.get("name")), {}), **given}
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether ranks train by themselves, and average their weights now and then."""
+        return self.every is not None
 
 
 class Job(Section):
@@ -290,7 +339,7 @@ class Job(Section):
         default="none", description="scale lr with the ranks; needs batch_size_per_rank"
     )
     compress: Compress | None = Field(
-        default=None, description="how to compress gradients: {name, rank}; null: off"
+        default=None, description="how to send less between ranks, at some loss; null: off"
     )
     pipeline: Pipeline = Field(
         default=Pipeline(), description="how the stages of a layout with pp work together"
@@ -478,6 +527,30 @@ def _rule_problems(layer: Layer) -> Iterator[Problem]:
             layer.place(("lr_scaling",)),
             f"lr_scaling: {scaling} has no effect with batch_size, which no layout changes",
             "write batch_size_per_rank in place of batch_size, or lr_scaling: none",
+        )
+    compress = values.get("compress")
+    if isinstance(compress, dict):
+        yield from _compress_problems(layer, compress)
+
+
+def _compress_problems(layer: Layer, compress: Mapping[str, Any]) -> Iterator[Problem]:
+    name = compress.get("name")
+    if not isinstance(name, str) or name not in COMPRESS:
+        return
+    for key, value in compress.items():
+        others = [method for method, keys in COMPRESS.items() if key in keys]
+        if value is not None and others and name not in others:
+            yield Problem(
+                layer.place(("compress", key)),
+                f"compress.{key} has no effect with {name}, only with {' and '.join(others)}",
+                f"remove compress.{key} (on the command line: compress.{key}=null), "
+                f"or write compress.name: {others[0]}",
+            )
+    if layer.values.get("precision") == "fp16" and name not in ("bf16", "fp16"):
+        yield Problem(
+            layer.place(("precision",)),
+            f"precision: fp16 scales gradients by a changing factor, which {name} cannot follow",
+            "write precision: bf16 or fp32, or compress.name: fp16 or bf16",
         )
 
 

@@ -136,17 +136,22 @@ def warnings(job: Job) -> list[str]:
 
 def check_supported(job: Job) -> None:
     """Refuse what a job may say but the training cannot do yet."""
-    if job.compress is not None:
-        raise AllranksError(
-            f"compress: {job.compress.name} is not supported yet", fix="remove compress"
-        )
     if "{stage}" in f"{job.command} {job.resume}" and not job.stage:
         raise AllranksError(
             "command: {stage} is used, but nothing is staged", fix="write stage: [PATH of the data]"
         )
-    if job.command is None and job.layout.pp > 1:
-        batch_size = job.batch_size or (job.batch_size_per_rank or 0) * job.layout.data_ranks
-        num_micro_batches(job, job.layout, batch_size)
+    layout = job.layout
+    if job.command is None and layout.pp > 1:
+        batch_size = job.batch_size or (job.batch_size_per_rank or 0) * layout.data_ranks
+        num_micro_batches(job, layout, batch_size)
+    if job.compress is not None and layout.dp < max(layout.ranks, 2):
+        shape = f"{layout.nodes}x{layout.gpus}" if layout.ranks > 1 else "1x2"
+        why = "divides the model" if layout.ranks > 1 else "has only one rank"
+        raise AllranksError(
+            f"compress: {job.compress.name} is for ranks that each hold the whole model (dp), "
+            f"but layout {layout} {why}",
+            fix=f"write --layout {shape}, or compress=null",
+        )
 
 
 def check_command(job: Job) -> None:

@@ -29,6 +29,8 @@ class Task:
     # Whether a sample's loss depends on the others in its batch, as contrastive losses do. Batches
     # that are too small are then left so: otherwise they are padded, to keep their shape.
     couples_samples: ClassVar[bool] = False
+    # How many ranks cut each matrix: set before tensor_parallel_plan is called.
+    tp = 1
 
     def model(self) -> nn.Module:
         """Return a freshly initialised model, on the CPU."""
@@ -61,6 +63,6 @@ class Task:
         """The model as a chain of modules, each fed the one before; None if it is not a chain."""
         return None
 
-    def tensor_parallel_plan(self, model: nn.Module, tp: int) -> Mapping[str, Any] | None:
+    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any] | None:
         """Submodule name -> `ParallelStyle`, as `parallelize_module` takes it; None if unknown."""
         return None

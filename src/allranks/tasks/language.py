@@ -98,7 +98,7 @@ class Language(Task):
         assert isinstance(model, GPT)
         return [model.embedding, *model.blocks, model.head]
 
-    def tensor_parallel_plan(self, model: nn.Module, tp: int) -> Mapping[str, Any]:
+    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import (
             ColwiseParallel,
@@ -117,7 +117,7 @@ class Language(Task):
         }
         # The stream between the blocks and its norms: each rank has a part of the positions. With
         # dropout it stays whole, as the ranks would draw the same masks for different positions.
-        if self.shape.context % tp == 0 and self.dropout == 0:
+        if self.shape.context % self.tp == 0 and self.dropout == 0:
             part = Shard(1)
             plan |= {
                 "embedding": PrepareModuleOutput(

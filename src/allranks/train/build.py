@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from allranks.run.folder import RunDir, no_readable_checkpoint
 from allranks.tasks import Task
 from allranks.train import checkpoint, parallelize
 from allranks.train.agreement import Pulse
+from allranks.train.compress import AveragedWeights, CompressedGradients, Compression
 from allranks.train.data import Cut, EvaluationData, MicroBatch, Progress, TrainingData, mix
 from allranks.train.loop import (
     Loss,
@@ -140,11 +141,13 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         sizes = divide_blocks(job, mesh, task, model, data, autocast, commit)
         schedule, number = job.pipeline.schedule, data.cut.num_of_whole
         pipeline = Pipeline(task, sizes, mesh, device, schedule, number)
+    averages_weights = job.compress is not None and job.compress.averages_weights
+    together = Ranks() if averages_weights else mesh.data
     model = parallelize.parallelize(
         model,
-        mesh,
+        replace(mesh, data=together),
         device,
-        plan=task.tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else None,
+        plan=plan_of(task, model, mesh),
         activation_checkpointing=job.activation_checkpointing,
         cut=pipeline.cut if pipeline else None,
         one_pass=lambda model: pass_without_weight(
@@ -160,7 +163,8 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     optimizer = build_optimizer(job.optimizer, parameters)
     scaler = Scaler(device, mesh.replica) if precision == "fp16" else None
     allocate_state(optimizer)
-    progress, metrics = restore(commit, parallelize.plain(model), optimizer, scaler)
+    compression = compression_of(job, parallelize.plain(model), optimizer, mesh.data)
+    progress, metrics = restore(commit, parallelize.plain(model), optimizer, scaler, compression)
     last_step = last_step_of(job, data, progress)
     if compiled:
         # In DDP: it divides the graph by its buckets.
@@ -169,6 +173,8 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     training = Training(
         task=task,
         mesh=mesh,
+        together=together,
+        compression=compression,
         model=model,
         loss=torch.compile(task.loss) if compiled else task.loss,
         parameters=parameters,
@@ -187,15 +193,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         evaluations=evaluations(datasets, data),
         meter=Meter(log, mesh, log_every=job.log_every, last_step=last_step),
         pulse=Pulse(gloo_group(job) if me.world_size > 1 else None),
-        checkpointer=checkpoint.Checkpointer(
-            me.run.checkpoints,
-            parallelize.plain(model),
-            optimizer,
-            keep=job.checkpoint.keep,
-            group=gloo_group(job),
-            log=log,
-            saved_step=progress.step or -1,
-        ),
+        checkpointer=checkpointer_of(me, job, model, optimizer, compression, progress, log),
         save_every=save_every(job),
         predict=pipeline.outputs if pipeline else parallelize.plain(model),
         forward_backward=pipeline.forward_backward if pipeline else forward_backward,
@@ -218,7 +216,31 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         pipeline.set_up(training)  # collective
     else:
         warm_up(training)
+    if compression is not None:
+        compression.begin(model, progress.step, training.schedule)
     return training
+
+
+def checkpointer_of(
+    me: Rank,
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compression: Compression | None,
+    progress: Progress,
+    log: EventLog,
+) -> checkpoint.Checkpointer:
+    """What saves the training. Collective."""
+    return checkpoint.Checkpointer(
+        me.run.checkpoints,
+        parallelize.plain(model),
+        optimizer,
+        keep=job.checkpoint.keep,
+        group=gloo_group(job),
+        log=log,
+        saved_step=progress.step or -1,
+        divide=None if compression is None else compression.divide,
+    )
 
 
 def fresh_model(job: Job, task: Task, data: TrainingData) -> nn.Module:
@@ -256,6 +278,12 @@ def divide_blocks(
     # Of all ranks together, so that all divide alike.
     seconds = mesh.world.sum(torch.tensor(costs, device=data.device))  # collective
     return divide(seconds.tolist(), num_stages)
+
+
+def plan_of(task: Task, model: nn.Module, mesh: Mesh) -> Mapping[str, Any] | None:
+    """How tensor parallelism cuts the model's matrices, if the task says so and the layout asks."""
+    task.tp = mesh.layout.tp
+    return task.tensor_parallel_plan(model) if task.tp > 1 else None
 
 
 def load_staged_task(job: Job) -> Task:
@@ -391,6 +419,17 @@ def evaluations(
     }
 
 
+def compression_of(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> Compression | None:
+    """What sends less between the ranks, if the job asks for it."""
+    if job.compress is None:
+        return None
+    if job.compress.averages_weights:
+        return AveragedWeights(job.compress, model, optimizer, ranks)
+    return CompressedGradients(job.compress, model, ranks, seed=job.seed)
+
+
 def save_every(job: Job) -> SaveEvery:
     every = job.checkpoint.every
     return SaveEvery(steps=every) if isinstance(every, int) else SaveEvery(seconds=every.seconds)
@@ -421,6 +460,7 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
+    compression: Compression | None,
 ) -> tuple[Progress, list[dict[str, Any]]]:
     """Load a checkpoint, if there is one. Collective."""
     if commit is None:
@@ -428,6 +468,8 @@ def restore(
     progress, manifest = checkpoint.load(commit, model, optimizer)
     if scaler is not None and "scaler" in manifest:
         scaler.load_state_dict(manifest["scaler"])
+    if compression is not None:
+        compression.load(commit, manifest["world_size"])
     return progress, manifest["metrics"]
 
 

@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,15 @@ from allranks.train.data import Progress
 from allranks.train.optim import allocate_state
 from allranks.train.storage import TensorReader, TensorWriter
 
+Tensors = dict[str, Tensor]
+
 
 class Checkpointer:
     """Saves the training's tensors, and stalls it for less time than a copy in memory takes.
 
     All ranks must call `save` at the same steps, and `finish_copying` before every optimizer step.
     The optimizer must already have its state. `group` is a gloo group for the background thread.
+    `divide`: into what all ranks have alike, and what this one alone has; it may add more.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Checkpointer:
         group: dist.ProcessGroup,
         log: EventLog,
         saved_step: int = -1,
+        divide: Callable[[Tensors], tuple[Tensors, Tensors]] | None = None,
     ) -> None:
         self.folder = folder
         self.model = model
@@ -57,16 +62,16 @@ class Checkpointer:
         self.log = log
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self._divide = divide
         self.saved_step = saved_step  # the newest step that has been or is being saved
         self.stall = 0.0  # seconds for which the newest save stalled the training
         self._last_save = time.monotonic()
         self._copied = threading.Event()
         self._copied.set()
         # Memory for the copies, allocated now: pinning it can take as long as a save.
-        self._staged = {
-            name: torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            for name, tensor in self._share().items()
-        }
+        self._staged: Tensors = {}
+        self._saved: set[str] = set()  # what this rank saves: its share is another if there is more
+        self._stage(self._share())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -120,8 +125,17 @@ class Checkpointer:
 
     def _share(self) -> dict[str, Tensor]:
         """The tensors that this rank will write."""
-        tensors = training_tensors(self.model, self.optimizer)
-        return share_of_tensors(tensors, self.rank, self.world_size)
+        tensors, own = training_tensors(self.model, self.optimizer), Tensors()
+        if self._divide is not None:
+            tensors, own = self._divide(tensors)
+        return share_of_tensors(tensors, self.rank, self.world_size) | own
+
+    def _stage(self, tensors: Tensors) -> None:
+        """Allocate memory for the copies of tensors that have none."""
+        for name, tensor in tensors.items():
+            if name not in self._staged:
+                is_cuda = tensor.is_cuda
+                self._staged[name] = torch.zeros_like(tensor, device="cpu", pin_memory=is_cuda)
 
     def _copy_what_may_change(self) -> dict[str, Tensor]:
         """Copy now what may change before the next optimizer step; return what will not.
@@ -130,8 +144,10 @@ class Checkpointer:
         which takes it a fraction of a step.
         """
         trained = {f"model.{name}" for name, _ in named_parameters(self.model)}
-        unchanged = {}
-        for name, tensor in self._share().items():
+        unchanged, share = {}, self._share()
+        self._stage(share)
+        self._saved = set(share)
+        for name, tensor in share.items():
             if not tensor.is_cuda and (name.startswith("optimizer.") or name in trained):
                 unchanged[name] = tensor
             else:
@@ -171,7 +187,8 @@ class Checkpointer:
         folder.mkdir(parents=True, exist_ok=True)
         writer = TensorWriter(folder)
         try:
-            dcp.save(dict(self._staged), storage_writer=writer, process_group=self.group)
+            tensors = {name: t for name, t in self._staged.items() if name in self._saved}
+            dcp.save(tensors, storage_writer=writer, process_group=self.group)
         except dcp.CheckpointException as error:
             raise _cause(error) from None
         sealed: dict[str, Any] | OSError
@@ -262,14 +279,14 @@ def share_of_tensors(tensors: dict[str, Tensor], rank: int, world_size: int) -> 
     return mine
 
 
-def read_tensors(commit: Commit) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, on the CPU. Each rank reads for itself."""
+def read_tensors(commit: Commit, *prefixes: str) -> Tensors:
+    """A checkpoint's tensors, or those with such names, on the CPU. Each rank reads for itself."""
     reader = TensorReader(commit.path, commit.manifest()["files"])
     entries = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefixes or "")
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -289,7 +306,7 @@ def load(
             fix="use another checkpoint",
             exit_code=1,
         )
-    stored = read_tensors(commit)
+    stored = read_tensors(commit, "model.", "optimizer.")
     expected = model_tensors(model)
     for name, tensor in expected.items():
         shape = tuple(stored[name].shape) if name in stored else "no such tensor"

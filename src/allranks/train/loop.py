@@ -18,8 +18,9 @@ from allranks.errors import AllranksError
 from allranks.tasks import Task
 from allranks.train.agreement import Pulse
 from allranks.train.checkpoint import Checkpointer
+from allranks.train.compress import Compression
 from allranks.train.data import Batch, EvaluationData, MicroBatch, Progress, TrainingData, mix
-from allranks.train.mesh import Mesh
+from allranks.train.mesh import Mesh, Ranks
 from allranks.train.meter import Meter
 from allranks.train.optim import Scaler, Schedule, clip_gradients, gradients
 from allranks.train.parallelize import (
@@ -40,6 +41,8 @@ class Training:
 
     task: Task
     mesh: Mesh
+    together: Ranks  # whose gradients are averaged in each step: mesh.data, or this rank alone
+    compression: Compression | None
     model: nn.Module  # wrapped in DDP or FSDP if there are several ranks
     loss: Loss  # the task's, maybe compiled
     parameters: list[nn.Parameter]
@@ -89,6 +92,8 @@ def train(t: Training) -> Literal["finished", "stopped"]:
         t.schedule.set(t.optimizer, step)
         seed_dropout(t, step)
         loss = t.step(t, batch, t.meter.wants_loss(step))  # collective
+        if t.compression is not None:
+            t.compression.after_step(step)  # collective, in some steps
         advance(t.progress, batch)
         t.meter.end_step(t.progress, batch, loss)
 
@@ -147,8 +152,8 @@ def forward_backward(t: Training, batch: Batch, want_loss: bool) -> Tensor | Non
 
 def divide_by_weight(t: Training, total_weight: Tensor) -> Tensor:
     """Divide the gradients by the weight of all samples; return the loss's factor. Collective."""
-    t.mesh.data.sum(total_weight)  # collective
-    correction = torch.where(total_weight > 0, t.mesh.data.size / total_weight, 0.0)
+    t.together.sum(total_weight)  # collective
+    correction = torch.where(total_weight > 0, t.together.size / total_weight, 0.0)
     torch._foreach_mul_(gradients(t.parameters), correction)
     return correction
 
@@ -261,7 +266,10 @@ def evaluate_and_record(t: Training, split: str) -> None:
     if split not in t.evaluations:
         return
     began = time.perf_counter()
-    for name, value in evaluate(t, split).items():
+    t.checkpointer.finish_copying()
+    with nullcontext() if t.compression is None else t.compression.as_one_model():  # collective
+        means = evaluate(t, split)  # collective
+    for name, value in means.items():
         record = {"step": t.progress.step, "name": f"{split}_{name}", "value": value}
         t.metrics.append(record)
         if t.mesh.world.rank == 0:
@@ -276,6 +284,8 @@ def save(t: Training) -> None:
     notes = {**t.notes, "metrics": list(t.metrics)}  # a copy: it is written in the background
     if t.scaler is not None:
         notes["scaler"] = t.scaler.state_dict()
+    if t.compression is not None and t.progress.step != t.checkpointer.saved_step:
+        t.compression.prepare_to_save()  # collective
     t.checkpointer.save(t.progress, notes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import sys
@@ -21,6 +22,8 @@ from allranks.run.events import EventLog
 from allranks.timing import timeline
 from allranks.train import signals
 from allranks.train.build import Rank, build, choose_device, join_world
+from allranks.train.compress import plain_bytes
+from allranks.train.data import Progress
 from allranks.train.loop import PeerFailure, Training, train
 
 
@@ -45,9 +48,9 @@ def run(work: Callable[[Rank, Job, torch.device, EventLog], dict[str, Any]]) -> 
 def train_task(me: Rank, job: Job, device: torch.device, log: EventLog) -> dict[str, Any]:
     """Train; return the state, and the totals of this attempt. Collective."""
     training = build(me, job, device, log)
-    started, samples = time.perf_counter(), training.progress.samples
+    started, before = time.perf_counter(), dataclasses.replace(training.progress)
     state = train(training)
-    return {"state": state, **summary(training, time.perf_counter() - started, samples)}
+    return {"state": state, **summary(training, time.perf_counter() - started, before)}
 
 
 def fail(error: BaseException, log: EventLog) -> None:
@@ -72,9 +75,9 @@ def fail(error: BaseException, log: EventLog) -> None:
     os._exit(1)  # destroying the process group could wait forever for the other ranks
 
 
-def summary(t: Training, seconds: float, samples_before: int) -> dict[str, Any]:
+def summary(t: Training, seconds: float, before: Progress) -> dict[str, Any]:
     """The end event's totals of this attempt."""
-    trained = t.progress.samples - samples_before
+    trained = t.progress.samples - before.samples
     metrics = {record["name"]: record["value"] for record in t.metrics}
     return {
         "step": t.progress.step,
@@ -83,8 +86,17 @@ def summary(t: Training, seconds: float, samples_before: int) -> dict[str, Any]:
         "seconds": round(seconds, 6),
         "samples_per_second": trained / t.meter.step_seconds if t.meter.step_seconds else 0.0,
         "metrics": metrics,
+        **bytes_sent(t, t.progress.step - before.step),
         **memory_peaks(t),
     }
+
+
+def bytes_sent(t: Training, num_steps: int) -> dict[str, int]:
+    """What this rank sent to its peers to train, in bytes; nothing where it is not counted."""
+    if t.compression is not None:
+        return {"sent": t.compression.wire.sent}
+    in_a_step = plain_bytes(t.model, t.mesh.data)
+    return {"sent": in_a_step * num_steps} if in_a_step else {}
 
 
 def memory_peaks(t: Training) -> dict[str, int]:
