@@ -34,7 +34,7 @@ from allranks.train.parallelize import data_parallel, plain
 
 pytestmark = pytest.mark.ranks
 
-BYTES_SENT = 200  # where the kernel's struct tcp_info has it
+BYTES_SENT = 200  # where the kernel's struct tcp_info has it, and how many of them were repeated
 WIDTHS = (300, 500, 200)
 PARAMETERS = 300 * 500 + 500 + 500 * 200 + 200
 
@@ -51,12 +51,14 @@ def compression(settings: dict[str, Any]) -> tuple[nn.Module, CompressedGradient
 
 
 def bytes_by_the_kernel() -> int:
-    """What this process has sent over TCP, repetitions and headers of gloo included."""
+    """What this process has sent over TCP, gloo's headers included."""
+    dist.barrier()  # until the others have it, some may still be in this process's buffers
     total = 0
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as one:
             info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            total += struct.unpack_from("Q", info, BYTES_SENT)[0]
+            sent, repeated = struct.unpack_from("QQ", info, BYTES_SENT)
+            total += sent - repeated  # on a busy machine, the kernel does not wait long for a rank
     return total
 
 
@@ -155,7 +157,8 @@ def test_what_is_exchanged_and_what_is_left_over(tmp_path: Path, settings: dict[
         one, other = found[0][at], found[1][at]
         assert torch.equal(one["exchanged"], other["exchanged"])
         assert one["sent"] == theory(settings)
-        assert 1 <= one["kernel"] / one["sent"] < 1.2
+        # More by gloo's headers, and by the barrier.
+        assert one["sent"] <= one["kernel"] < 1.05 * one["sent"] + 4000
         exchanged, wanted = one["exchanged"], mean(found, at, "own")
         if settings["name"] in ("bf16", "fp16"):
             assert one["error"] is None
