@@ -253,16 +253,16 @@ def test_saving_between_two_averages_changes_nothing(allranks: Allranks) -> None
 
 
 def test_methods_side_by_side(allranks: Allranks) -> None:
-    options = ["--methods", "diloco,bf16", "--steps", "40", "--batch-sizes", "16", "--json"]
-    done = allranks("bench", "comm-opt", "task=spiral", "--layout", "1x2", *options)
+    options = ["--methods", "diloco", "--steps", "40", "--batch-sizes", "16", "--json"]
+    words = ("bench", "comm-opt", "task=spiral", "--layout", "1x2", *options)
+    done = allranks(*words, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     rows = {row["method"]: row for row in found["rows"]}
-    assert list(rows) == ["plain", "bf16", "diloco"]
+    assert list(rows) == ["plain", "diloco"]
     assert found["batch_sizes"] == [16, 32]
-    assert rows["bf16"]["ratio"] == pytest.approx(2)
     assert rows["diloco"]["ratio"] == pytest.approx(20)
     for row in rows.values():
         shares = row["communication_to_computation"]
         assert all(shares[batch] > 0 for batch in ("16", "32"))
-    assert 0 < abs(rows["bf16"]["relative_loss_difference"]) < 0.02
+    assert 0 < abs(rows["diloco"]["relative_loss_difference"]) < 0.5
