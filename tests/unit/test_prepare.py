@@ -685,10 +685,13 @@ def test_more_ranks_than_gpus_are_refused_unless_they_may_share(
 
 def test_other_axes_than_dp_are_refused_for_tasks_but_not_for_commands() -> None:
     check_supported(load_job(None, layout="2x2"))
-    check_supported(load_job(None, ["compress.name=topk"], layout="2x2"))
     check_supported(load_job(None, command=["train"], layout="1x4:tp=2"))
     with pytest.raises(AllranksError, match="tp=2"):
         check_supported(load_job(None, layout="1x4:tp=2"))
+
+
+def test_compress_is_refused_unless_several_ranks_hold_the_whole_model() -> None:
+    check_supported(load_job(None, ["compress.name=topk"], layout="2x2"))
     for layout, why, instead in (
         ("1x1", "has only one rank", "1x2"),
         ("2x2:fsdp=2", "divides the model", "2x2"),
