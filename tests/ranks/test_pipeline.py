@@ -101,12 +101,14 @@ def test_stages_compute_what_one_rank_does(tmp_path: Path, layout: str, schedule
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("layout", "schedule"),
-    itertools.product(
-        [
-            *("1x2:pp=2", "1x4:pp=4", "1x4:pp=2", "1x4:pp=2,tp=2", "1x4:pp=2,fsdp=2"),
-            "1x8:pp=2,fsdp=2,tp=2",
-        ],
-        STAGES_PER_RANK,
+    list(
+        itertools.product(
+            [
+                *("1x2:pp=2", "1x4:pp=4", "1x4:pp=2", "1x4:pp=2,tp=2", "1x4:pp=2,fsdp=2"),
+                "1x8:pp=2,fsdp=2,tp=2",
+            ],
+            STAGES_PER_RANK,
+        )
     ),
 )
 def test_every_layout_and_schedule(tmp_path: Path, layout: str, schedule: str) -> None:
