@@ -68,7 +68,7 @@ def compare(
     (folder / "chain.py").write_text(CHAIN)
     (one,) = run_ranks(trained_deeper, 1, folder, "1x1", folder, settings)
     settings, ranks = {**settings, **more}, Layout.parse(layout).ranks
-    found = run_ranks(trained_deeper, ranks, folder, layout, folder, settings)
+    found = run_ranks(trained_deeper, ranks, folder, layout, folder, settings, timeout=240)
     assert found[0].losses == pytest.approx(one.losses, rel=rel)
     assert one.losses[-1] < one.losses[0]
     for rank in found:
