@@ -31,11 +31,11 @@ class Trained:
 
 def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
     """Build and train, on a rank of the layout. Nothing is saved."""
+    os.chdir(folder)  # where a task of the test's own is
     job = parse_job({"log_every": 1, "precision": "fp32", **settings})
     rank, world_size = dist.get_rank(), dist.get_world_size()
     run = RunDir(folder / layout.replace(":", "-"))
     run.path.mkdir(exist_ok=True)
-    os.chdir(folder)
     me = build.Rank(rank, world_size, rank, world_size, run, 0, Layout.parse(layout), "")
     log = EventLog(run.events(0, rank))
     norms = []

@@ -68,7 +68,7 @@ def compare(
     (folder / "chain.py").write_text(CHAIN)
     (one,) = run_ranks(trained_deeper, 1, folder, "1x1", folder, settings)
     settings, ranks = {**settings, **more}, Layout.parse(layout).ranks
-    found = run_ranks(trained_deeper, ranks, folder, layout, folder, settings)
+    found = run_ranks(trained_deeper, ranks, folder, layout, folder, settings, timeout=240)
     assert found[0].losses == pytest.approx(one.losses, rel=rel)
     assert one.losses[-1] < one.losses[0]
     for rank in found:
@@ -101,12 +101,14 @@ def test_stages_compute_what_one_rank_does(tmp_path: Path, layout: str, schedule
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("layout", "schedule"),
-    itertools.product(
-        [
-            *("1x2:pp=2", "1x4:pp=4", "1x4:pp=2", "1x4:pp=2,tp=2", "1x4:pp=2,fsdp=2"),
-            "1x8:pp=2,fsdp=2,tp=2",
-        ],
-        STAGES_PER_RANK,
+    list(
+        itertools.product(
+            [
+                *("1x2:pp=2", "1x4:pp=4", "1x4:pp=2", "1x4:pp=2,tp=2", "1x4:pp=2,fsdp=2"),
+                "1x8:pp=2,fsdp=2,tp=2",
+            ],
+            STAGES_PER_RANK,
+        )
     ),
 )
 def test_every_layout_and_schedule(tmp_path: Path, layout: str, schedule: str) -> None:

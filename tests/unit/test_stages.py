@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from allranks.errors import AllranksError
@@ -14,8 +19,10 @@ from allranks.job.stages import check_stages, num_micro_batches
 from allranks.layout import Layout
 from allranks.tasks import Task
 from allranks.tasks.language import Language
-from allranks.train.data import Cut
-from allranks.train.pipeline import blocks_of, divide
+from allranks.train import build
+from allranks.train.data import Cut, MicroBatch
+from allranks.train.mesh import Mesh
+from allranks.train.pipeline import blocks_of, divide, measure
 
 
 def test_the_largest_stage_is_as_small_as_possible() -> None:
@@ -112,6 +119,44 @@ def test_every_batch_is_cut_into_as_many_micro_batches() -> None:
         assert max(high - low for low, high in pieces) <= cuts[0].largest
         whole = {high - low for cut in cuts for low, high in cut.micro_batches(0, 16)}
         assert cuts[0].is_even == (whole == {cuts[0].largest})
+
+
+@dataclass
+class Saved:
+    """A checkpoint, as far as it matters here."""
+
+    stages: list[int]
+
+    def manifest(self) -> dict[str, Any]:
+        return {"stages": self.stages}
+
+
+def test_a_resumed_run_divides_its_model_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Language()
+    job = parse_job({"task": "language", "layout": "1x2:pp=2"})
+    mesh = Mesh(layout=job.layout)
+    monkeypatch.setattr(build, "measure", lambda blocks, *_: [1.0] * len(blocks))
+    data: Any = SimpleNamespace(example=lambda _: None, device=torch.device("cpu"))
+    for before, after in (([], [2, 2]), ([3, 1], [3, 1]), ([1, 1, 2], [2, 2])):
+        commit: Any = Saved(before)
+        arguments = (job, mesh, task, task.model(), data, nullcontext(), commit)
+        assert build.divide_blocks(*arguments) == after
+
+
+def test_costs_are_measured_of_each_block_and_equal_for_equal_blocks() -> None:
+    width = 64
+    layers = [nn.Linear(width, width), nn.Linear(width, 60 * width), nn.Linear(60 * width, width)]
+    inputs = torch.randn(256, width)
+    weights = torch.ones(256)
+    micro = MicroBatch(inputs, inputs, weights, weights)
+    model = nn.Sequential(*layers, nn.Linear(width, width))
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).square().mean(1)
+
+    costs = measure(blocks_of(Task(), model), micro, loss, nullcontext(), torch.device("cpu"))
+    assert costs[0] == costs[3] < min(costs[1:3])
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_tied_weights_are_in_two_of_languages_blocks() -> None:

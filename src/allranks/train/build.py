@@ -134,31 +134,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     precision = parallelize.resolve_precision(job.precision, device)
     autocast = parallelize.autocast(precision, device)
     commit = chosen_checkpoint(me)
-    model = fresh_model(job, task, data)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    pipeline = None
-    if me.layout.pp > 1:
-        sizes = divide_blocks(job, mesh, task, model, data, autocast, commit)
-        schedule, number = job.pipeline.schedule, data.cut.num_of_whole
-        pipeline = Pipeline(task, sizes, mesh, device, schedule, number)
-    averages_weights = job.compress is not None and job.compress.averages_weights
-    together = Ranks() if averages_weights else mesh.data
-    model = parallelize.parallelize(
-        model,
-        replace(mesh, data=together),
-        device,
-        plan=plan_of(task, model, mesh),
-        activation_checkpointing=job.activation_checkpointing,
-        cut=pipeline.cut if pipeline else None,
-        one_pass=lambda model: pass_without_weight(
-            model, task.loss, autocast, data.example(Progress())
-        ),
-    )
-    if pipeline:
-        pipeline.tie(model)  # collective
-    compiled = should_compile(job, data, num_parameters, device)
-    if pipeline and job.pipeline.schedule == "zero-bubble":
-        compiled = False  # it cuts backward passes in two, which compiled ones are not made for
+    model, pipeline = divided_model(job, mesh, task, data, autocast, commit)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(job.optimizer, parameters)
     scaler = Scaler(device, mesh.replica) if precision == "fp16" else None
@@ -166,10 +142,9 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     compression = compression_of(job, parallelize.plain(model), optimizer, mesh.data)
     progress, metrics = restore(commit, parallelize.plain(model), optimizer, scaler, compression)
     last_step = last_step_of(job, data, progress)
-    if compiled:
-        # In DDP: it divides the graph by its buckets.
+    compiled = should_compile(job, data, model, pipeline)
+    if compiled:  # in DDP, which divides the graph by its buckets
         (pipeline or parallelize.plain(model)).compile()
-    stages = {"stages": pipeline.sizes} if pipeline else {}
     training = Training(
         task=task,
         mesh=mesh,
@@ -178,11 +153,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         model=model,
         loss=torch.compile(task.loss) if compiled else task.loss,
         parameters=parameters,
-        copies=[
-            copies_in_replica(parameter, mesh.layout)
-            * (pipeline.copies(parameter) if pipeline else 1)
-            for parameter in parameters
-        ],
+        copies=[copies_of(parameter, mesh, pipeline) for parameter in parameters],
         norms=parallelize.batch_norms(model),
         optimizer=optimizer,
         schedule=Schedule(job.optimizer, num_steps=last_step, scale=rate_scale(job, mesh.data)),
@@ -201,21 +172,13 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         device=device,
         seed=job.seed,
         last_step=last_step,
-        notes={
-            "layout": str(me.layout),
-            "seed": job.seed,
-            "threads": torch.get_num_threads(),
-            **stages,
-        },
+        notes=notes_of(me, job, pipeline),
         progress=progress,
         metrics=metrics,
     )
     warn_of_small_norms(me, training)
-    log.write_past("start", **describe(me, training, precision, compiled, num_parameters), **stages)
-    if pipeline:
-        pipeline.set_up(training)  # collective
-    else:
-        warm_up(training)
+    log.write_past("start", **describe(me, training, precision, compiled, pipeline))
+    warm_up(training, pipeline)
     if compression is not None:
         compression.begin(model, progress.step, training.schedule)
     return training
@@ -243,13 +206,60 @@ def checkpointer_of(
     )
 
 
-def fresh_model(job: Job, task: Task, data: TrainingData) -> nn.Module:
-    """The task's model, with the same weights on every layout."""
+def divided_model(
+    job: Job,
+    mesh: Mesh,
+    task: Task,
+    data: TrainingData,
+    autocast: AbstractContextManager[None],
+    commit: commits.Commit | None,
+) -> tuple[nn.Module, Pipeline | None]:
+    """The task's model, with the same weights on every layout, ready to be called. Collective.
+
+    With a pipeline, what this rank has of it: the pipeline calls it.
+    """
     seed_everything(job.seed)
     model = task.model()
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         data.dtype = torch.float64
-    return model
+    pipeline = None
+    if mesh.layout.pp > 1:
+        sizes = divide_blocks(job, mesh, task, model, data, autocast, commit)
+        schedule, number = job.pipeline.schedule, data.cut.num_of_whole
+        pipeline = Pipeline(task, sizes, mesh, data.device, schedule, number)
+    averages_weights = job.compress is not None and job.compress.averages_weights
+    model = parallelize.parallelize(
+        model,
+        replace(mesh, data=Ranks()) if averages_weights else mesh,
+        data.device,
+        plan=plan_of(task, model, mesh),
+        activation_checkpointing=job.activation_checkpointing,
+        cut=pipeline.cut if pipeline else None,
+        one_pass=lambda model: pass_without_weight(
+            model, task.loss, autocast, data.example(Progress())
+        ),
+    )
+    if pipeline:
+        pipeline.tie(model)  # collective
+    return model, pipeline
+
+
+def copies_of(parameter: nn.Parameter, mesh: Mesh, pipeline: Pipeline | None) -> int:
+    """How many ranks of a replica hold the same part of a parameter."""
+    return copies_in_replica(parameter, mesh.layout) * (
+        pipeline.copies(parameter) if pipeline else 1
+    )
+
+
+def notes_of(me: Rank, job: Job, pipeline: Pipeline | None) -> dict[str, Any]:
+    """What every checkpoint says besides the progress."""
+    notes = {"layout": str(me.layout), "seed": job.seed, "threads": torch.get_num_threads()}
+    return {**notes, "stages": pipeline.sizes} if pipeline else notes
+
+
+def num_parameters(model: nn.Module, pipeline: Pipeline | None) -> int:
+    """Of the whole model."""
+    return pipeline.num_parameters if pipeline else sum(p.numel() for p in model.parameters())
 
 
 def divide_blocks(
@@ -383,13 +393,20 @@ def warn_of_small_norms(me: Rank, t: Training) -> None:
         )
 
 
-def should_compile(job: Job, data: TrainingData, num_parameters: int, device: torch.device) -> bool:
+def should_compile(
+    job: Job, data: TrainingData, model: nn.Module, pipeline: Pipeline | None
+) -> bool:
     """Whether to use torch.compile; `auto`: where it pays off, for large models on GPUs."""
+    if pipeline and job.pipeline.schedule == "zero-bubble":
+        return False  # it cuts backward passes in two, which compiled ones are not made for
     if job.compile != "auto":
         return bool(job.compile)
     num_steps = job.steps or (job.epochs or 0) * data.steps_per_epoch
-    is_large = num_steps >= COMPILE_FROM_STEPS and num_parameters >= COMPILE_FROM_PARAMETERS
-    return is_large and device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    is_large = num_parameters(model, pipeline) >= COMPILE_FROM_PARAMETERS
+    is_large &= num_steps >= COMPILE_FROM_STEPS
+    return (
+        is_large and data.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    )
 
 
 def last_step_of(job: Job, data: TrainingData, progress: Progress) -> int:
@@ -473,15 +490,18 @@ def restore(
     return progress, manifest["metrics"]
 
 
-def warm_up(t: Training) -> None:
+def warm_up(t: Training, pipeline: Pipeline | None) -> None:
     """Make one pass that changes nothing. Collective.
 
     DDP regroups its gradient buckets after its first backward pass, which changes the order of its
     sums: if that pass were the first real step, a resumed run would differ in the last bit.
     """
-    t.model.train()
-    pass_without_weight(t.model, t.loss, t.autocast, t.data.example(t.progress))
-    clear_gradients(t)
+    if pipeline:
+        pipeline.set_up(t)  # collective
+    else:
+        t.model.train()
+        pass_without_weight(t.model, t.loss, t.autocast, t.data.example(t.progress))
+        clear_gradients(t)
 
 
 def pass_without_weight(
@@ -502,7 +522,7 @@ def link_between_ranks(me: Rank) -> str:
 
 
 def describe(
-    me: Rank, t: Training, precision: str, compiled: bool, num_parameters: int
+    me: Rank, t: Training, precision: str, compiled: bool, pipeline: Pipeline | None
 ) -> dict[str, Any]:
     """The start event: who this rank is, and what the banner shows."""
     cut = t.data.cut
@@ -521,7 +541,7 @@ def describe(
         "threads": torch.get_num_threads(),
         "precision": precision,
         "compile": compiled,
-        "parameters": num_parameters,
+        "parameters": num_parameters(t.model, pipeline),
         "global_batch": cut.batch_size,
         "rank_batch": shares,
         "accumulation": len(micro_batches),
@@ -532,4 +552,5 @@ def describe(
         "steps": t.last_step,
         "epoch": t.progress.epoch,
         "num_workers": t.data.num_workers,
+        **({"stages": pipeline.sizes} if pipeline else {}),
     }

@@ -258,6 +258,7 @@ class Pipeline:
         num_micro_batches: int,
     ) -> None:
         self.sizes = sizes  # blocks of each stage
+        self.num_parameters = 0  # of the whole model
         self.stages: list[Stage] = []
         self.ranks = mesh.stages
         self.device = device
@@ -280,6 +281,7 @@ class Pipeline:
         blocks = blocks_of(self._task, model)
         ends = list(itertools.accumulate(self.sizes, initial=0))
         of_stages = [blocks[start:stop] for start, stop in itertools.pairwise(ends)]
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         names = {id(parameter): name for name, parameter in _names(model)}
         for number, group in enumerate(of_stages):
             for parameter in nn.ModuleList(group).parameters():
