@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -252,6 +254,69 @@ def test_a_loader_resumes_like_direct_access() -> None:
     expected = stream(training(tensors(23), cut), 4, progress)
     seen = stream(training(Numbers(23), cut, num_workers=1), 4, progress)
     assert [one.indices for one in seen] == [one.indices for one in expected]
+
+
+# --- Fetched ahead by a thread -------------------------------------------------------------------
+
+
+class Odd(Batches):
+    """Has a sample that cannot be read, and must be read from one thread at a time."""
+
+    def __init__(self, size: int, bad: int = -1) -> None:
+        super().__init__(size)
+        self.bad, self.threads, self.readers = bad, set[str](), 0
+
+    def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        self.threads.add(threading.current_thread().name)
+        self.readers += 1
+        time.sleep(0.001)
+        assert self.readers == 1
+        self.readers -= 1
+        if self.bad in indices:
+            raise ValueError(f"sample {self.bad}")
+        return super().batch(indices)
+
+
+def ahead(dataset: Odd, cut: Cut) -> TrainingData:
+    data = training(dataset, cut)
+    assert data.num_ahead == 0  # on a CPU
+    data.num_ahead = 4
+    return data
+
+
+@pytest.mark.parametrize(("ranks", "micro"), LAYOUTS)
+def test_a_thread_makes_the_same_batches_from_any_position_and_ends_with_the_stream(
+    ranks: int, micro: int | None
+) -> None:
+    cut = Cut(10, ranks - 1, ranks, micro)
+    expected = stream(training(tensors(23), cut), 7)
+    dataset, progress = Odd(23), Progress()
+    for step in range(6):
+        seen = stream(ahead(dataset, cut), 7 - step, progress)
+        for one, other in zip(seen, expected[step:], strict=True):
+            assert (one.indices, one.weights) == (other.indices, other.weights)
+            assert all(map(torch.equal, one.inputs, other.inputs))
+        assert "batches" not in {thread.name for thread in threading.enumerate()}
+        advance(progress, expected[step].batch)
+    assert dataset.threads == {"batches"}
+
+
+def test_an_error_of_the_thread_is_raised_where_its_batch_is_due() -> None:
+    cut = Cut(4, 0, 1)
+    order = training(tensors(23), cut).order(0).tolist()
+    batches = ahead(Odd(23, bad=order[9]), cut).batches(Progress())
+    assert [see(batch).indices for batch in islice(batches, 2)] == [order[:4], order[4:8]]
+    with pytest.raises(ValueError, match=f"sample {order[9]}"):
+        see(next(batches))
+
+
+def test_evaluation_reads_while_the_thread_does_not() -> None:
+    dataset, cut = Odd(23), Cut(2, 0, 1)
+    batches = ahead(dataset, cut).batches(Progress())
+    for _ in range(10):
+        see(next(batches))
+        assert len(list(EvaluationData(dataset, cut, device=CPU))) == 12
+    assert dataset.threads == {"batches", "MainThread"}
 
 
 # --- Transforms ---------------------------------------------------------------------------------

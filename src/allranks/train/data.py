@@ -11,8 +11,10 @@ with borrowed samples, which count for nothing.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ from allranks.timing import timeline
 ON_DEVICE_BYTES = 1 << 28  # in-memory data sets up to this size live on the device
 MOST_WORKERS = 8  # unless the job asks for more
 GATHER_BYTES, GATHER_BATCHES = 1 << 22, 64  # small batches are fetched ahead up to either
+FETCHING = threading.Lock()  # data sets may share a file, and read it from one thread at a time
 MASK = (1 << 64) - 1
 
 
@@ -154,6 +157,9 @@ class TrainingData:
             num_workers = 0 if self._fetch else spare
         if num_workers > 0:
             self._fetch = None
+        # By a thread, so that a GPU never waits for the host; on a CPU it takes a core from the
+        # training, and gains nothing.
+        self.num_ahead = prefetch if device.type == "cuda" and self._fetches_on_host else 0
         self._loader_options = loader_options(num_workers, prefetch, device)
         self._loader_options["collate_fn"] = self._samples.collate
         self.num_workers = num_workers
@@ -162,6 +168,10 @@ class TrainingData:
     def is_direct(self) -> bool:
         """Whether whole batches are fetched without a DataLoader."""
         return self._fetch is not None
+
+    @property
+    def _fetches_on_host(self) -> bool:
+        return self._fetch is not None and self._fetch.index_device.type == "cpu"
 
     @property
     def steps_per_epoch(self) -> int:
@@ -179,7 +189,10 @@ class TrainingData:
 
     def batches(self, progress: Progress) -> Iterator[Batch]:
         """Global batches, starting with the next sample, without end."""
-        fetched = ahead_on_device(self._fetched(progress), self.device)
+        made = self._fetched(progress)
+        fetched = ahead_on_device(
+            in_background(made, self.num_ahead) if self.num_ahead else made, self.device
+        )
         for epoch, start, stop in self._spans(progress):
             low, high = self.cut.share(start, stop)
             pieces = self.cut.micro_batches(start, stop)
@@ -378,7 +391,8 @@ class BatchFetch:
         self._batch = batch
 
     def __call__(self, indices: Tensor) -> Any:
-        return self._batch(indices.tolist())
+        with FETCHING:
+            return self._batch(indices.tolist())
 
     def many(self, batches: Iterator[Tensor]) -> Iterator[Any]:
         return map(self, batches)
@@ -400,6 +414,39 @@ def loader_options(num_workers: int, prefetch: int, device: torch.device) -> dic
         options["prefetch_factor"] = prefetch
         options["worker_init_fn"] = _end_with_rank
     return options
+
+
+def in_background(batches: Iterator[Any], most: int) -> Iterator[Any]:
+    """The same batches, made by a thread up to so many ahead; it ends when this is closed.
+
+    An error in it is raised here, in the order of the batches.
+    """
+    made: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    room = threading.Semaphore(most)
+    is_closed = False
+
+    def make() -> None:
+        try:
+            while room.acquire() and not is_closed:
+                made.put((next(batches), None))
+        except BaseException as error:
+            made.put((None, error))
+
+    thread = threading.Thread(target=make, name="batches", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch, error = made.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            room.release()
+            yield batch
+    finally:
+        is_closed = True
+        room.release()
+        thread.join()
 
 
 def ahead_on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
