@@ -74,6 +74,7 @@ def epoch(task: str, batch_size: int, micro: int | None, norm: bool) -> list[lis
         task=TASKS[task](),
         loss=TASKS[task]().loss,
         mesh=mesh,
+        together=mesh.data,
         model=model,
         parameters=list(plain(model).parameters()),
         norms=batch_norms(model),
