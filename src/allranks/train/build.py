@@ -148,7 +148,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     training = Training(
         task=task,
         mesh=mesh,
-        together=together,
+        together=trained_together(job, mesh),
         compression=compression,
         model=model,
         loss=torch.compile(task.loss) if compiled else task.loss,
@@ -227,10 +227,9 @@ def divided_model(
         sizes = divide_blocks(job, mesh, task, model, data, autocast, commit)
         schedule, number = job.pipeline.schedule, data.cut.num_of_whole
         pipeline = Pipeline(task, sizes, mesh, data.device, schedule, number)
-    averages_weights = job.compress is not None and job.compress.averages_weights
     model = parallelize.parallelize(
         model,
-        replace(mesh, data=Ranks()) if averages_weights else mesh,
+        replace(mesh, data=trained_together(job, mesh)),
         data.device,
         plan=plan_of(task, model, mesh),
         activation_checkpointing=job.activation_checkpointing,
@@ -242,6 +241,12 @@ def divided_model(
     if pipeline:
         pipeline.tie(model)  # collective
     return model, pipeline
+
+
+def trained_together(job: Job, mesh: Mesh) -> Ranks:
+    """The ranks whose gradients are averaged in every step."""
+    averages_weights = job.compress is not None and job.compress.averages_weights
+    return Ranks() if averages_weights else mesh.data
 
 
 def copies_of(parameter: nn.Parameter, mesh: Mesh, pipeline: Pipeline | None) -> int:
