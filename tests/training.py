@@ -27,6 +27,8 @@ class Trained:
     samples: int
     parameters: set[str]  # names of those that it holds
     stages: list[int]  # how many blocks each stage has
+    state_bytes: int  # of the optimizer, on this rank
+    scale: float | None  # of fp16's losses, at the end
 
 
 def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
@@ -35,7 +37,6 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
     job = parse_job({"log_every": 1, "precision": "fp32", **settings})
     rank, world_size = dist.get_rank(), dist.get_world_size()
     run = RunDir(folder / layout.replace(":", "-"))
-    run.path.mkdir(exist_ok=True)
     me = build.Rank(rank, world_size, rank, world_size, run, 0, Layout.parse(layout), "")
     log = EventLog(run.events(0, rank))
     norms = []
@@ -46,10 +47,13 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
 
     vars(loop)["clip_gradients"] = clip
     t = build.build(me, job, torch.device("cpu"), log)
+    if t.scaler is not None:
+        t.scaler._init_scale = 2.0**30  # which overflows: the first steps are skipped
     t.checkpointer.save = lambda *_: None  # type: ignore[method-assign]  # others test it
     loop.train(t)
     log.close()
     steps = [event for event in read_events(log.path) if event["event"] == "step"]
+    states = [value for state in t.optimizer.state.values() for value in state.values()]
     return Trained(
         losses=[event["loss"] for event in steps if "loss" in event],
         norms=[norm.item() for norm in norms],
@@ -57,4 +61,6 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
         samples=sum(event["samples"] for event in steps),
         parameters={name for name, _ in t.model.named_parameters()},
         stages=t.notes.get("stages", []),
+        state_bytes=sum(optim.local(value).nbytes for value in states if value.dim()),
+        scale=t.scaler.get_scale() if t.scaler is not None else None,
     )

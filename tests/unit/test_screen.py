@@ -112,6 +112,7 @@ def test_the_batch_is_a_product_that_is_equal_only_if_it_is(
 ) -> None:
     start = {
         "world_size": world_size,
+        "layout": f"1x{world_size}",
         "global_batch": global_batch,
         "rank_batch": rank_batch,
         "accumulation": accumulation,

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from allranks.job.job import Job
 from allranks.launch.rank_output import Echo
+from allranks.layout import Layout
 from allranks.run.events import read_events, read_last_events
 from allranks.run.failures import failed_ranks, failure_in_words
 from allranks.run.folder import RunDir
@@ -426,10 +427,12 @@ def batch_product(start: dict[str, Any]) -> str:
     accumulation = start["accumulation"]
     sizes = sorted({-(-size // accumulation) for size in start["rank_batch"]})
     micro = "-".join(str(size) for size in sizes)
-    even = sizes[0] * start["world_size"] * accumulation == start["global_batch"]
+    ranks = Layout.parse(start["layout"]).data_ranks
+    even = sizes[0] * ranks * accumulation == start["global_batch"]
     sign = "=" if even and len(sizes) == 1 else "~"
-    product = f"{micro} x {start['world_size']} x {accumulation} {sign} {start['global_batch']}"
-    return f"{product}  (micro-batch x ranks x accumulation)"
+    product = f"{micro} x {ranks} x {accumulation} {sign} {start['global_batch']}"
+    what = "ranks" if ranks == start["world_size"] else "dp and fsdp"
+    return f"{product}  (micro-batch x {what} x accumulation)"
 
 
 class QuietScreen(Screen):
