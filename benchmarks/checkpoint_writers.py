@@ -31,13 +31,13 @@ def measure(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from allranks.run.commits import checksum
+    from allranks.run.commits import checksums
     from allranks.train import loop
     from allranks.train.storage import TensorWriter
 
     stream = t.data.batches(t.progress)
     saver = t.checkpointer
-    for name, tensor in saver._share().items():
+    for name, tensor in saver._copy_what_may_change().items():
         saver._staged[name].copy_(tensor)
 
     def step() -> None:
@@ -59,7 +59,7 @@ def measure(folder: Path) -> None:
             pass
 
     def read_back() -> None:
-        checksum(next((folder / "bytes").glob("*.distcp")))
+        checksums(list((folder / "bytes").glob("*.distcp")))
 
     ways: dict[str, Callable[[], None]] = {
         "sleep 1 s": lambda: time.sleep(1),

@@ -32,9 +32,10 @@ from allranks.run.commits import (
 from allranks.run.events import EventLog, read_events
 from allranks.train.checkpoint import (
     Checkpointer,
+    Part,
     copy_on_one_core,
     load,
-    share_of_tensors,
+    share_of_parts,
     training_tensors,
 )
 from allranks.train.data import Progress
@@ -267,15 +268,31 @@ def test_who_lost_the_run_is_told_so_and_leaves_nothing_half_written(
 # --- Who writes what ----------------------------------------------------------------------------
 
 
-@given(sizes=st.lists(st.integers(0, 50), max_size=20), world_size=st.integers(1, 9))
-def test_every_tensor_is_written_by_one_rank_and_the_load_is_even(
-    sizes: list[int], world_size: int
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 511)), max_size=20),
+    world_size=st.integers(1, 9),
+)
+def test_every_part_is_written_once_by_a_rank_that_has_it_and_the_load_is_even(
+    sizes: list[tuple[int, int]], world_size: int
 ) -> None:
-    tensors = {f"t{i}": torch.zeros(size) for i, size in enumerate(sizes)}
-    shares = [share_of_tensors(tensors, rank, world_size) for rank in range(world_size)]
-    assert sorted(name for share in shares for name in share) == sorted(tensors)
-    loads = [sum(tensor.nbytes for tensor in share.values()) for share in shares]
-    assert max(loads) - min(loads) <= 4 * max(sizes, default=0)
+    everywhere = (1 << world_size) - 1
+    holders = [mask & everywhere or everywhere for _, mask in sizes]  # a bit for each rank
+    held: list[dict[Part, int]] = [
+        {
+            (f"t{i}", (0,)): size
+            for i, ((size, _), mask) in enumerate(zip(sizes, holders, strict=True))
+            if mask >> rank & 1
+        }
+        for rank in range(world_size)
+    ]
+    shares = [share_of_parts(held, rank) for rank in range(world_size)]
+    assert sorted(part for share in shares for part in share) == sorted(
+        {part for parts in held for part in parts}
+    )
+    assert all(set(share) <= set(parts) for share, parts in zip(shares, held, strict=True))
+    if all(mask == everywhere for mask in holders):
+        loads = [sum(held[0][part] for part in share) for share in shares]
+        assert max(loads) - min(loads) <= max((size for size, _ in sizes), default=0)
 
 
 # --- What is refused ----------------------------------------------------------------------------

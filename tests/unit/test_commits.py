@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,6 +88,18 @@ def test_a_step_that_is_trained_again_replaces_the_old_one(tmp_path: Path) -> No
     assert again.manifest()["seed"] == 2
     assert not (again.path / "stray").exists()
     assert names(tmp_path) == ["step-5"]
+
+
+def test_checksums_of_files_of_many_blocks_are_those_of_zlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commits, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(commits, "CHUNK_BYTES", 300)
+    contents = [os.urandom(size) for size in (0, 1, 999, 1000, 1001, 12_345)]
+    paths = [tmp_path / str(number) for number in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    assert commits.checksums(paths) == [f"{zlib.crc32(content):08x}" for content in contents]
 
 
 # --- Damage -------------------------------------------------------------------------------------

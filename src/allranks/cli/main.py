@@ -35,6 +35,7 @@ COMMANDS = {
         Row("run", "train", "Train a job, or your own script after `--`, here or over ssh."),
         Row("resume", "cluster", "Continue a run, on another layout if you like."),
         Row("stop", "cluster", "Stop runs at a checkpoint, from which `resume` continues."),
+        Row("export", "train", "Write a run's weights to a file that needs no allranks."),
     ),
     "Cluster": (
         Row("cluster", "cluster", "Show what this cluster, or this machine, has."),

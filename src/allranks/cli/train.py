@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -20,6 +20,7 @@ from allranks.cli.options import (
     LayoutText,
     Overrides,
     Oversubscribe,
+    Run,
     Runs,
     people_console,
     print_error,
@@ -61,6 +62,12 @@ ProfileSteps = Annotated[
 Show = Annotated[
     str | None,
     typer.Option(metavar="RANKS", help="Show the output of these ranks: 1, or 0,2, or all."),
+]
+
+Format = Annotated[Literal["safetensors"], typer.Option("--to", help="The format to write.")]
+Step = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=0, help="Of the checkpoint of this step. Default: the newest."),
 ]
 
 
@@ -169,3 +176,26 @@ def init(
     for path in written.values():
         print(f"wrote {path}")
     print(f"train it: allranks run {written['job']}")
+
+
+def export(
+    run: Run,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
+    to: Format = "safetensors",
+    step: Step = None,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    from allranks.run.folder import find_run
+    from allranks.show.numbers import size
+    from allranks.train.export import export
+
+    written = export(find_run(runs, run), file, step)
+    if as_json:
+        print_json(written)
+        return
+    for line in written["remarks"]:
+        print(line)
+    what = f"{written['tensors']} tensors of step {written['step']}, {size(written['bytes'])}"
+    print(f"wrote {file}: {what}")

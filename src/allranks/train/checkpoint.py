@@ -1,18 +1,21 @@
 """Checkpoints: copied in memory, written in the background, committed by one rename.
 
-Tensors go through torch.distributed.checkpoint, so that any layout can read what another wrote;
+Tensors go through torch.distributed.checkpoint: it knows which part of which tensor a rank holds,
+whatever the layout, so that each part is written once, and a rank reads what it holds itself;
 everything else is in `checkpoint.json` (see allranks.run.commits). Nothing in a checkpoint is
 unpickled unchecked: loading one cannot run code.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +24,29 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from allranks.errors import AllranksError, disk_error
 from allranks.run import claims, commits
 from allranks.run.commits import Commit
 from allranks.run.events import EventLog
 from allranks.train.data import Progress
-from allranks.train.optim import allocate_state
+from allranks.train.optim import allocate_state, local
 from allranks.train.storage import TensorReader, TensorWriter
 
 Tensors = dict[str, Tensor]
+Part = tuple[str, tuple[int, ...]]  # the name of a tensor, and the index where the part begins
 
 
 class Checkpointer:
     """Saves the training's tensors, and stalls it for less time than a copy in memory takes.
 
-    All ranks must call `save` at the same steps, and `finish_copying` before every optimizer step.
-    The optimizer must already have its state. `group` is a gloo group for the background thread.
-    `divide`: into what all ranks have alike, and what this one alone has; it may add more.
+    All ranks must make one, call `save` at the same steps, and `finish_copying` before every
+    optimizer step. The optimizer must already have its state. `group` is a gloo group of all ranks
+    for the background thread. `divide`: into what is the same on all ranks, or their parts of it,
+    and what this one alone has; it may add more, later too.
     """
 
     def __init__(
@@ -68,6 +75,13 @@ class Checkpointer:
         self._last_save = time.monotonic()
         self._copied = threading.Event()
         self._copied.set()
+        shared, _ = self._tensors()
+        self._parts = parts_of(shared)
+        held = {part: local(shared[part[0]]).nbytes for part in self._parts}
+        everyones: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyones, (held, tied_names(model)), group=group)  # collective
+        self._mine = share_of_parts([held for held, _ in everyones], self.rank)
+        self._tied = {name: first for _, tied in everyones for name, first in tied.items()}
         # Memory for the copies, allocated now: pinning it can take as long as a save.
         self._staged: Tensors = {}
         self._saved: set[str] = set()  # what this rank saves: its share is another if there is more
@@ -90,6 +104,7 @@ class Checkpointer:
             "samples": progress.samples,
             "world_size": self.world_size,
             "torch": torch.__version__,
+            "tied": self._tied,
             **notes,
         }
         self.saved_step = progress.step
@@ -123,21 +138,28 @@ class Checkpointer:
         if writing is not None:
             writing.result()
 
-    def _share(self) -> dict[str, Tensor]:
-        """The tensors that this rank will write."""
-        tensors, own = training_tensors(self.model, self.optimizer), Tensors()
-        if self._divide is not None:
-            tensors, own = self._divide(tensors)
-        return share_of_tensors(tensors, self.rank, self.world_size) | own
+    def _tensors(self) -> tuple[Tensors, Tensors]:
+        """What is the same on all ranks, or their parts of it; and what this one alone has."""
+        tensors = training_tensors(self.model, self.optimizer)
+        return (tensors, {}) if self._divide is None else self._divide(tensors)
 
-    def _stage(self, tensors: Tensors) -> None:
+    def _share(self) -> Tensors:
+        """The tensors that this rank will write, or its parts of them."""
+        shared, own = self._tensors()
+        planned = {name for name, _ in self._parts}
+        # What has come since is whole, and on all ranks.
+        later = {(name, ()): t.nbytes for name, t in shared.items() if name not in planned}
+        mine = [*self._mine, *share_of_parts([later] * self.world_size, self.rank)]
+        return {name: local(shared[name]) for name, _ in mine} | own
+
+    def _stage(self, share: Tensors) -> None:
         """Allocate memory for the copies of tensors that have none."""
-        for name, tensor in tensors.items():
+        for name, part in share.items():
             if name not in self._staged:
-                is_cuda = tensor.is_cuda
-                self._staged[name] = torch.zeros_like(tensor, device="cpu", pin_memory=is_cuda)
+                is_cuda = part.is_cuda
+                self._staged[name] = torch.zeros_like(part, device="cpu", pin_memory=is_cuda)
 
-    def _copy_what_may_change(self) -> dict[str, Tensor]:
+    def _copy_what_may_change(self) -> Tensors:
         """Copy now what may change before the next optimizer step; return what will not.
 
         Buffers and frozen parameters may change in a forward pass. A GPU copies everything now,
@@ -147,11 +169,11 @@ class Checkpointer:
         unchanged, share = {}, self._share()
         self._stage(share)
         self._saved = set(share)
-        for name, tensor in share.items():
-            if not tensor.is_cuda and (name.startswith("optimizer.") or name in trained):
-                unchanged[name] = tensor
+        for name, part in share.items():
+            if not part.is_cuda and (name.startswith("optimizer.") or name in trained):
+                unchanged[name] = part
             else:
-                self._staged[name].copy_(tensor, non_blocking=True)
+                self._staged[name].copy_(part, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return unchanged
@@ -187,8 +209,12 @@ class Checkpointer:
         folder.mkdir(parents=True, exist_ok=True)
         writer = TensorWriter(folder)
         try:
-            tensors = {name: t for name, t in self._staged.items() if name in self._saved}
-            dcp.save(tensors, storage_writer=writer, process_group=self.group)
+            dcp.save(
+                {name: copy for name, copy in self._staged.items() if name in self._saved},
+                planner=SharePlanner({name: self._parts[name, at] for name, at in self._mine}),
+                storage_writer=writer,
+                process_group=self.group,
+            )
         except dcp.CheckpointException as error:
             raise _cause(error) from None
         sealed: dict[str, Any] | OSError
@@ -214,6 +240,24 @@ class Checkpointer:
         return files
 
 
+class SharePlanner(DefaultSavePlanner):
+    """Writes the copies of a rank's share as the parts of tensors that they are."""
+
+    def __init__(self, parts: dict[str, WriteItem]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [self._parts.get(item.index.fqn, item) for item in plan.items]
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        copy: Tensor = self.state_dict[index.fqn]
+        return copy
+
+
 def copy_on_one_core(target: Tensor, source: Tensor) -> None:
     """`target.copy_(source)` without torch's threads, which the training is using."""
     same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -236,62 +280,79 @@ def _cause(error: dcp.CheckpointException) -> BaseException:
     return causes[0]
 
 
-def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor of the model and the optimizer, by name."""
-    tensors = model_tensors(model)
-    for name, parameter in named_parameters(model):
-        for key, value in optimizer.state.get(parameter, {}).items():
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Every tensor of the model and the optimizer that this rank has a part of, by name."""
+    tensors = {}
+    for tensor, (name, *_) in _names_of_tensors(model):
+        tensors[f"model.{name}"] = tensor.detach()
+        for key, value in optimizer.state.get(tensor, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{name}.{key}"] = value
     return tensors
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module) -> Tensors:
     """Parameters and buffers by name; one with several names (tied weights) under the first."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            tensors[f"model.{name}"] = value.detach()
-    return tensors
+    return {f"model.{name}": tensor.detach() for tensor, (name, *_) in _names_of_tensors(model)}
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Trained parameters in the optimizer's order, with their names in the state dict."""
-    prefix = "_checkpoint_wrapped_module."  # of activation checkpointing
+    """Trained parameters, with their names in the state dict."""
     return [
-        (name.replace(prefix, ""), parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        (name, tensor)
+        for tensor, (name, *_) in _names_of_tensors(model)
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad
     ]
 
 
-def share_of_tensors(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """The tensors that a rank writes; the shares of all ranks are about equal in bytes."""
-    loads = [0] * world_size
-    mine = {}
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
-        owner = loads.index(min(loads))
-        loads[owner] += tensors[name].nbytes
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The further names of tensors that have several, and the first name of each."""
+    return {name: first for _, (first, *others) in _names_of_tensors(model) for name in others}
+
+
+def _names_of_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """Parameters and buffers with their names in the state dict: several if they are tied."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(value), (value, []))[1].append(name)
+    return list(found.values())
+
+
+def parts_of(tensors: Tensors) -> dict[Part, WriteItem]:
+    """What this rank holds of each tensor, as DCP describes it. Ranks may hold the same part."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tensors)
+    parts = {}
+    for item in planner.create_local_plan().items:
+        assert item.tensor_data is not None and item.index.offset is not None  # it is a tensor
+        # An uneven division leaves nothing to some ranks.
+        if local(tensors[item.index.fqn]).numel() or not math.prod(item.tensor_data.size):
+            parts[item.index.fqn, tuple(item.index.offset)] = item
+    return parts
+
+
+def share_of_parts(held: Sequence[Mapping[Part, int]], rank: int) -> list[Part]:
+    """The parts that a rank writes; the shares of all ranks are about equal in bytes.
+
+    `held`: the bytes of the parts that each rank holds.
+    """
+    holders: dict[Part, list[int]] = {}
+    for number, parts in enumerate(held):
+        for part in parts:
+            holders.setdefault(part, []).append(number)
+
+    def order(part: Part) -> tuple[int, int, Part]:
+        # First what few can write, then large ones: what is left evens out the shares.
+        return len(holders[part]), -held[holders[part][0]][part], part
+
+    loads = [0] * len(held)
+    mine = []
+    for part in sorted(holders, key=order):
+        owner = min(holders[part], key=loads.__getitem__)
+        loads[owner] += held[owner][part]
         if owner == rank:
-            mine[name] = tensors[name]
+            mine.append(part)
     return mine
-
-
-def read_tensors(commit: Commit, *prefixes: str) -> Tensors:
-    """A checkpoint's tensors, or those with such names, on the CPU. Each rank reads for itself."""
-    reader = TensorReader(commit.path, commit.manifest()["files"])
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefixes or "")
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
 
 
 def load(
@@ -306,37 +367,43 @@ def load(
             fix="use another checkpoint",
             exit_code=1,
         )
-    stored = read_tensors(commit, "model.", "optimizer.")
-    expected = model_tensors(model)
-    for name, tensor in expected.items():
-        shape = tuple(stored[name].shape) if name in stored else "no such tensor"
+    allocate_state(optimizer)
+    reader = TensorReader(commit.path, manifest["files"])
+    stored = reader.kinds()
+    wanted = {}
+    for name, tensor in training_tensors(model, optimizer).items():
+        if name.startswith("optimizer.") and name not in stored:
+            continue  # with --force it may be another optimizer than the one that was saved
+        shape = stored[name][1] if name in stored else "no such tensor"
         if shape != tuple(tensor.shape):
             raise AllranksError(
                 f"{commit.path.name} does not fit the model: {name} is {tuple(tensor.shape)} "
                 f"in the model, {shape} in the checkpoint",
                 fix="resume with the task and options that the run was started with",
             )
-    with torch.no_grad():
-        for name, tensor in expected.items():
-            tensor.copy_(stored[name])
-    _load_optimizer(optimizer, model, stored)
+        wanted[name] = tensor
+    read_into(wanted, reader)
     progress = Progress(**{key: manifest[key] for key in Progress.__dataclass_fields__})
     return progress, manifest
 
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, stored: dict[str, Tensor]
-) -> None:
-    allocate_state(optimizer)
-    state: dict[int, dict[str, Tensor]] = {}
-    for index, (name, parameter) in enumerate(named_parameters(model)):
-        prefix = f"optimizer.{name}."
-        own = {key: value for key, value in stored.items() if key.startswith(prefix)}
-        # A name may be the beginning of another: "a." also matches "a.b.exp_avg".
-        own = {key: value for key, value in own.items() if "." not in key[len(prefix) :]}
-        stored_state = {key[len(prefix) :]: value for key, value in own.items()}
-        # Only what this optimizer stores: with --force it may differ from the one that saved.
-        fresh = optimizer.state[parameter]
-        state[index] = {key: stored_state.get(key, value) for key, value in fresh.items()}
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+def read_tensors(commit: Commit, *prefixes: str) -> Tensors:
+    """A checkpoint's tensors, or those with such names, on the CPU. Each rank reads for itself."""
+    reader = TensorReader(commit.path, commit.manifest()["files"])
+    tensors = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, (dtype, shape) in reader.kinds().items()
+        if name.startswith(prefixes or "")
+    }
+    read_into(tensors, reader)
+    return tensors
+
+
+def read_into(tensors: Tensors, reader: TensorReader) -> None:
+    """Fill tensors, or this rank's parts of them, from a checkpoint. Each rank reads for itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+        except dcp.CheckpointException as error:
+            raise _cause(error) from None

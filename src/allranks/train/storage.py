@@ -8,15 +8,18 @@ would wait, and reading them is only as safe as unpickling.
 from __future__ import annotations
 
 import io
+import itertools
 import math
+import os
 import pickle
 import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
@@ -47,40 +50,56 @@ class TensorWriter(FileSystemWriter):
             for item in plan.items:
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)  # only tensors are saved
-                data = _bytes_of(tensor)
-                for start in range(0, len(data), CHUNK_BYTES):
-                    chunk = data[start : start + CHUNK_BYTES]
-                    checksum = zlib.crc32(chunk, checksum)
-                    _write_all(file, chunk)
-                info = _StorageInfo(name, offset, len(data))
-                results.append(WriteResult(item.index, len(data), info))
-                offset += len(data)
+                checksum = write_tensor(file, tensor, checksum)
+                info = _StorageInfo(name, offset, tensor.nbytes)
+                results.append(WriteResult(item.index, tensor.nbytes, info))
+                offset += tensor.nbytes
         self.checksums[name] = checksum
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
 
+def write_tensor(file: io.FileIO, tensor: Tensor, checksum: int = 0) -> int:
+    """Write a tensor's bytes; the CRC-32 of these and what it was of before."""
+    data = _bytes_of(tensor.detach().contiguous())
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES]
+        checksum = zlib.crc32(chunk, checksum)
+        while chunk:
+            chunk = chunk[file.write(chunk) :]
+    return checksum
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1)
-    array: Any = flat.view(torch.uint8).numpy()  # a buffer, which NumPy does not declare
+    """The memory of a contiguous tensor."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()  # a buffer, which NumPy does not declare
     return memoryview(array)
 
 
-def _write_all(file: io.FileIO, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]
-
-
 class TensorReader(FileSystemReader):
-    """Reads tensors, and nothing else, from the files that the manifest lists."""
+    """Reads parts of tensors, and nothing else, from the files that the manifest lists."""
 
     def __init__(self, path: Path, files: dict[str, Any]) -> None:
         super().__init__(path)
         self._files = files
         self._chunks: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
+        self._metadata: Metadata | None = None
+
+    def kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of every stored tensor, by name."""
+        return {
+            name: (entry.properties.dtype, tuple(entry.size))
+            for name, entry in self.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)  # which was checked
+        }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:  # DCP asks for it at every load
+            self._metadata = self._read_metadata()
+        return self._metadata
+
+    def _read_metadata(self) -> Metadata:
         content = (Path(self.path) / ".metadata").read_bytes()
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
@@ -95,17 +114,24 @@ class TensorReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for request in plan.items:
-            info = self.storage_data[request.storage_index]
-            dtype, size = self._chunks[request.storage_index]
-            if info.length != math.prod(size) * dtype.itemsize:
-                raise self._unusable(f"{request.storage_index.fqn} has {info.length} bytes")
-            stored = _read(Path(self.path) / info.relative_path, info.offset, info.length)
-            tensor = stored.view(dtype).reshape(size)
-            part = narrow_tensor_by_index(tensor, request.storage_offsets, request.lengths)
-            target = planner.resolve_tensor(request).detach()
-            target.copy_(part)
-            planner.commit_tensor(request, target)
+        with ExitStack() as opened:
+            files: dict[str, io.FileIO] = {}
+            for request in plan.items:
+                info = self.storage_data[request.storage_index]
+                dtype, size = self._chunks[request.storage_index]
+                if info.length != math.prod(size) * dtype.itemsize:
+                    raise self._unusable(f"{request.storage_index.fqn} has {info.length} bytes")
+                name = info.relative_path
+                if name not in files:
+                    file = (Path(self.path) / name).open("rb", buffering=0)
+                    files[name] = opened.enter_context(file)
+                target = planner.resolve_tensor(request).detach()
+                is_plain = target.is_cpu and target.dtype == dtype and target.is_contiguous()
+                part = target if is_plain else torch.empty(request.lengths, dtype=dtype)
+                read_part(files[name], info.offset, size, request.storage_offsets, part)
+                if not is_plain:
+                    target.copy_(part)
+                planner.commit_tensor(request, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -122,20 +148,33 @@ def _chunk(metadata: Metadata, index: MetadataIndex) -> tuple[torch.dtype, torch
     return entry.properties.dtype, sizes[0] if sizes else entry.size
 
 
-def _read(path: Path, offset: int, num_bytes: int) -> Tensor:
-    content = torch.empty(num_bytes, dtype=torch.uint8)
-    if num_bytes == 0:
-        return content
-    array: Any = content.numpy()
-    view = memoryview(array)
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        while view:
-            count = file.readinto(view)
-            if not count:
-                raise ValueError(f"{path} ends early")
-            view = view[count:]
-    return content
+def read_part(
+    file: io.FileIO, offset: int, size: Sequence[int], starts: Sequence[int], part: Tensor
+) -> None:
+    """Fill `part` with what a stored tensor of `size` has from index `starts` on.
+
+    Nothing else is read: whole rows lie together, and what is cut out of rows is read run by run.
+    `part` is contiguous, and on the CPU.
+    """
+    cut = [dim for dim in range(part.dim()) if part.size(dim) != size[dim]]
+    outer = cut[-1] if cut else 0  # from this dim on, what the part has lies together
+    strides = [math.prod(size[dim + 1 :]) for dim in range(part.dim())]
+    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+    content = _bytes_of(part)
+    place, num_bytes = 0, math.prod(part.shape[outer:]) * part.itemsize
+    for index in itertools.product(*map(range, part.shape[:outer])):
+        begin = first + sum(number * stride for number, stride in zip(index, strides, strict=False))
+        run = content[place : place + num_bytes]
+        _read_all(file, run, offset + begin * part.itemsize)
+        place += num_bytes
+
+
+def _read_all(file: io.FileIO, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.preadv(file.fileno(), [data], offset)
+        if not count:
+            raise ValueError(f"{file.name!r} ends early")
+        data, offset = data[count:], offset + count
 
 
 class _MetadataUnpickler(pickle.Unpickler):
