@@ -170,6 +170,13 @@ def test_large_models_start_from_the_same_weights(train: Train, layout: str) -> 
     assert_same(train(layout, trained_from_a_recording), one, rel=1e-5)
 
 
+def test_ranks_that_divide_matrices_draw_the_same_masks(train: Train) -> None:
+    one, other = train("1x2:tp=2", options={**SETTINGS["options"], "dropout": 0.3})
+    assert one.shared == other.shared  # what both hold would drift apart
+    assert one.shared
+    assert one.losses != train("1x2:tp=2")[0].losses
+
+
 def skips_a_step() -> tuple[float, float]:
     """A weight and the scale after a step in which the last rank alone overflows."""
     ranks = Ranks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
