@@ -29,6 +29,7 @@ class Trained:
     stages: list[int]  # how many blocks each stage has
     state_bytes: int  # of the optimizer, on this rank
     scale: float | None  # of fp16's losses, at the end
+    shared: float  # sum of the weights that other ranks of its replica hold too, at the end
 
 
 def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
@@ -63,4 +64,9 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
         stages=t.notes.get("stages", []),
         state_bytes=sum(optim.local(value).nbytes for value in states if value.dim()),
         scale=t.scaler.get_scale() if t.scaler is not None else None,
+        shared=sum(
+            optim.local(parameter).double().sum().item()
+            for parameter, copies in zip(t.parameters, t.copies, strict=True)
+            if copies > 1
+        ),
     )

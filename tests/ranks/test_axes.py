@@ -17,7 +17,7 @@ from torch import nn
 
 from allranks.job.job import Optimizer
 from allranks.layout import Layout
-from allranks.train import optim
+from allranks.train import initial, optim
 from allranks.train.mesh import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -55,8 +55,8 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     """`train(layout, **settings)`: what each rank saw; every run is made once."""
     made: dict[str, list[Trained]] = {}
 
-    def train(layout: str, **settings: Any) -> list[Trained]:
-        key = json.dumps([layout, settings])
+    def train(layout: str, how: Callable[..., Trained] = trained, **settings: Any) -> list[Trained]:
+        key = json.dumps([layout, how.__name__, settings])
         if key not in made:
             folder = tmp_path_factory.mktemp("axes")
             # 101 windows to train on: an epoch's last batch has 5. And 5 to validate on.
@@ -65,7 +65,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
             (folder / "weighted.py").write_text(WEIGHTED)
             args = (layout, folder, {**SETTINGS, **settings})
             ranks = Layout.parse(layout).ranks
-            made[key] = run_ranks(trained, ranks, folder, *args, timeout=240)
+            made[key] = run_ranks(how, ranks, folder, *args, timeout=240)
         return made[key]
 
     return train
@@ -149,6 +149,32 @@ def test_batchnorm_sees_all_samples_of_all_shards(train: Train, layout: str) -> 
 def test_axes_with_recomputed_activations(train: Train, checkpointing: str) -> None:
     found = train("1x4:fsdp=2,tp=2", activation_checkpointing=checkpointing)
     assert_same(found, train("1x1")[0], rel=1e-5)
+
+
+def trained_from_a_recording(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
+    """As if the model were too large to be built whole."""
+    initial.LARGE_BYTES = 1000
+    return trained(layout, folder, settings)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "1x4:fsdp=2,tp=2",
+        *(pytest.param(one, marks=pytest.mark.soak) for one in ("1x2", "1x2:pp=2", "1x2:fsdp=2")),
+    ],
+)
+def test_large_models_start_from_the_same_weights(train: Train, layout: str) -> None:
+    (one,) = train("1x1", trained_from_a_recording)
+    assert one.losses[0] != train("1x1")[0].losses[0]  # they are drawn in another order
+    assert_same(train(layout, trained_from_a_recording), one, rel=1e-5)
+
+
+def test_ranks_that_divide_matrices_draw_the_same_masks(train: Train) -> None:
+    one, other = train("1x2:tp=2", options={**SETTINGS["options"], "dropout": 0.3})
+    assert one.shared == other.shared  # what both hold would drift apart
+    assert one.shared
+    assert one.losses != train("1x2:tp=2")[0].losses
 
 
 def skips_a_step() -> tuple[float, float]:

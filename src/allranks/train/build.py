@@ -35,7 +35,7 @@ from allranks.run import claims, commits
 from allranks.run.events import EventLog
 from allranks.run.folder import RunDir, no_readable_checkpoint
 from allranks.tasks import Task
-from allranks.train import checkpoint, parallelize
+from allranks.train import checkpoint, initial, parallelize
 from allranks.train.agreement import Pulse
 from allranks.train.compress import AveragedWeights, CompressedGradients, Compression
 from allranks.train.data import Cut, EvaluationData, MicroBatch, Progress, TrainingData, mix
@@ -218,8 +218,12 @@ def divided_model(
 
     With a pipeline, what this rank has of it: the pipeline calls it.
     """
-    seed_everything(job.seed)
-    model = task.model()
+
+    def make() -> nn.Module:
+        seed_everything(job.seed)
+        return task.model()
+
+    model, recording = initial.fresh_model(make, job.seed)
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         data.dtype = torch.float64
     pipeline = None
@@ -231,6 +235,7 @@ def divided_model(
         model,
         replace(mesh, data=trained_together(job, mesh)),
         data.device,
+        recording=recording,
         plan=plan_of(task, model, mesh),
         activation_checkpointing=job.activation_checkpointing,
         cut=pipeline.cut if pipeline else None,

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from allranks.errors import AllranksError
+from allranks.train.initial import Recording, fill
 from allranks.train.mesh import Mesh, Ranks
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
@@ -36,29 +37,35 @@ def parallelize(
     device: torch.device,
     *,
     plan: Mapping[str, Any] | None = None,
+    recording: Recording | None = None,
     activation_checkpointing: Literal["off", "full", "selective"] = "off",
     cut: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
     one_pass: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """The model to call in training. Collective.
 
-    `plan`: the task's tensor_parallel_plan. `cut` drops what other stages hold, and returns the
-    parts that this rank calls in place of the whole.
+    `plan`: the task's tensor_parallel_plan. `recording`: of weights that are not in memory yet.
+    `cut` drops what other stages hold, and returns the parts that this rank calls in place of the
+    whole.
     `one_pass` makes a forward and backward pass that changes nothing but gradients. It shows which
     parameters take no part in the loss: DDP fails on them unless it is told to look for them.
     """
     synchronise_batch_norm(model, mesh.data)
     is_cut = mesh.layout.tp > 1 or (mesh.devices is not None and mesh.data.size > 1)
+    wholes = dict(model.named_parameters())
     if mesh.layout.tp > 1:
         tensor_parallel(model, mesh, plan)
+    if recording is not None:
+        recording.replaced(wholes, dict(model.named_parameters()))
     if activation_checkpointing != "off":
         checkpoint_activations(model, selective=activation_checkpointing == "selective")
     blocks = blocks_of_their_own(model)
     parts = [model] if cut is None else cut(model)
     if not is_cut:  # otherwise each rank takes its part, so that the whole need not fit the device
+        fill(model, recording)
         model.to(device)
     for part in parts if is_cut else ():
-        shard(part, blocks, mesh)
+        shard(part, blocks, mesh, recording)
     if mesh.data.size > 1 and not is_cut:
         assert one_pass is not None
         one_pass(model)
@@ -112,7 +119,9 @@ def _names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh) -> None:
+def shard(
+    model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, recording: Recording | None
+) -> None:
     """Shard parameters over fsdp, those of each block together; average gradients over dp and fsdp.
 
     With fsdp=1, replicas are averaged by the same means: DDP cannot, if the parameters are cut
@@ -122,6 +131,7 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh) -> None:
     axes = mesh.devices["dp", "fsdp"] if mesh.layout.dp > 1 else mesh.devices["fsdp"]
     own = set(model.modules())
     for module in (*(block for block in blocks if block in own), model):
+        fill(module, recording)
         module.register_forward_hook(_without_views)  # before FSDP's own
         # A stage is called many times in a row: it would gather its shards every time.
         fully_shard(module, mesh=axes, reshard_after_forward=mesh.layout.pp == 1)
