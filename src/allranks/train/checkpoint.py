@@ -148,7 +148,9 @@ class Checkpointer:
         shared, own = self._tensors()
         planned = {name for name, _ in self._parts}
         # What has come since is whole, and on all ranks.
-        later = {(name, ()): t.nbytes for name, t in shared.items() if name not in planned}
+        later: dict[tuple[str, tuple[int, ...]], int] = {
+            (name, ()): t.nbytes for name, t in shared.items() if name not in planned
+        }
         mine = [*self._mine, *share_of_parts([later] * self.world_size, self.rank)]
         return {name: local(shared[name]) for name, _ in mine} | own
 
