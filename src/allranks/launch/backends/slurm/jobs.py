@@ -209,8 +209,7 @@ def race(run: RunDir, layouts: str) -> Submitted:
             f"run {run.name} is not waiting in a queue: it is {state}",
             fix=f"{move}: allranks resume {run.name} --layout {typed[0].layout}",
         )
-    for racer in typed:
-        checks.check_supported(submit.with_layout(job, racer))
+    checks.check_supported(*(submit.with_layout(job, racer) for racer in typed))
     sent = run.info().get("racers", {}).values()
     known = {record["layout"] for record in sent if record["claim"] == claim}
     wanted = [racer for racer in submit.resolve_types(typed, job)[0] if str(racer) not in known]
