@@ -222,7 +222,7 @@ class Division:
     @contextmanager
     def used(self) -> Iterator[Division]:
         """A context in which a model that is built is divided like this."""
-        replaced = (
+        replaced: tuple[tuple[Any, str, Any], ...] = (
             (self.task, "model", self._model),
             (build, "divide_blocks", self._divide_blocks),
             (dist, "_compute_bucket_assignment_by_size", self._divide_gradients),
