@@ -132,7 +132,7 @@ class Layout:
         possible = [f"{self}{one}" for one in axes if one and _is_layout(f"{self}{one}")]
         fix = f"write {self}, with a copy of the model on every rank"
         if possible:
-            fix += f"; for a script that divides its model, {' or '.join(possible)}"
+            fix += f"; to divide the model, {' or '.join(possible)}"
         return AllranksError(what, fix=fix)
 
 

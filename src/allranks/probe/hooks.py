@@ -241,7 +241,7 @@ def hook_groups(recorder: Recorder) -> None:
 
 
 def hook_tensor_waits(recorder: Recorder) -> None:
-    """Time the waiting for exchanges of DTensors, if the script uses them."""
+    """Time the waiting for exchanges of divided models, if the script has one."""
     collectives: Any = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None:
         wait = collectives.wait_tensor
@@ -254,6 +254,10 @@ def hook_tensor_waits(recorder: Recorder) -> None:
     ):  # on a GPU it waits on the stream, not for a Work
         unshard = group.wait_for_unshard
         group.wait_for_unshard = waiting(recorder, unshard, exchange="all-gather")
+    schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
+    if hasattr(schedules, "_wait_batch_p2p"):
+        receive = schedules._wait_batch_p2p
+        schedules._wait_batch_p2p = waiting(recorder, receive, exchange="pipeline")
 
 
 def hook_ddp(recorder: Recorder) -> None:
