@@ -163,7 +163,7 @@ def main() -> None:
             f"{theory:.2f} (bubble {1 - 1 / theory:.0%})",
             f"{off:+.0%}",
         )
-    Console().print(table)
+    Console(width=100).print(table)
     if cpus_allotted() < stages:
         print(f"{cpus_allotted()} cores for {stages} stages: this result means nothing")
         return

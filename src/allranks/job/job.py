@@ -341,9 +341,7 @@ class Job(Section):
     compress: Compress | None = Field(
         default=None, description="how to send less between ranks, at some loss; null: off"
     )
-    pipeline: Pipeline = Field(
-        default=Pipeline(), description="how the stages of a layout with pp work together"
-    )
+    pipeline: Pipeline = Field(default=Pipeline(), description="how pp's stages work together")
     data: Data = Field(default=Data(), description="how samples reach the ranks")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="when the state is saved")
     log_every: PositiveInt = Field(default=10, description="steps between events with the loss")
