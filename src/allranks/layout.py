@@ -101,9 +101,9 @@ class Layout:
             what = f"{product} takes {replica} ranks per replica, which does not divide {ranks}"
         near = [self._axes_text()] if ranks % replica == 0 else []
         if len(used) == 1:
-            divisors = _divisors(ranks)
-            sizes = [size for size in divisors if 1 < size < replica][-1:]
-            sizes += [size for size in divisors if size > replica][:1]
+            possible = divisors(ranks)
+            sizes = [size for size in possible if 1 < size < replica][-1:]
+            sizes += [size for size in possible if size > replica][:1]
             near += [f":{used[0]}={size}" for size in sizes if not near]
         raise whole._refused(f"layout {whole}{self._axes_text()}: {what}", *near)
 
@@ -154,7 +154,7 @@ def _is_layout(text: str) -> bool:
         return False
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     small = [low for low in range(1, math.isqrt(number) + 1) if number % low == 0]
     return sorted({*small, *(number // low for low in small)})
 

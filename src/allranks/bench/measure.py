@@ -81,6 +81,7 @@ class Series:
         """
         for _, one in self.planned:
             local.ranks_here(one, node.Place())  # refuses all before the first has run
+        checks.check_supported(*(one.job for _, one in self.planned))
         remarks = [said for _, one in self.planned for said in checks.warnings(one.job)]
         if not oversubscribe:
             for _, one in self.planned:
@@ -153,6 +154,7 @@ class Series:
 
         If one is refused, those before it are stopped. Returns what was left out.
         """
+        checks.check_supported(*(one.job for _, one in self.planned))
         before: list[str] = []
         refused: list[Ended] = []
         for name, prepared in self.planned:

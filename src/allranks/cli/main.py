@@ -33,6 +33,7 @@ COMMANDS = {
     "Train": (
         Row("init", "train", "Write a commented job.yaml and its JSON schema."),
         Row("run", "train", "Train a job, or your own script after `--`, here or over ssh."),
+        Row("explain", "train", "Show what the ranks of a layout would hold and send."),
         Row("resume", "cluster", "Continue a run, on another layout if you like."),
         Row("stop", "cluster", "Stop runs at a checkpoint, from which `resume` continues."),
         Row("export", "train", "Write a run's weights to a file that needs no allranks."),

@@ -1,4 +1,4 @@
-"""The commands that train on this machine: init, run."""
+"""The commands that train on this machine: init, run; and explain, which only says how."""
 
 from __future__ import annotations
 
@@ -127,6 +127,25 @@ def run(
     train(
         backend.start, prepared, options, show=show, as_json=as_json, debug=debug, ended=add_profile
     )
+
+
+@takes_script
+def explain(
+    job: JobFile = None,
+    overrides: Overrides = None,
+    layout: LayoutText = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Nothing is run or written: one step of one rank of each kind is tried without data."""
+    from allranks.launch.prepare import prepare
+    from allranks.plan import explain as plan
+
+    found = plan.explain(prepare(typed_request(job, overrides, layout=layout)))
+    if as_json:
+        print_json(found)
+    else:
+        plan.show(people_console(), found)
 
 
 def train(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.job.stages import num_micro_batches
+from allranks.launch.models import check_models
 from allranks.layout import MAX_GPUS_PER_NODE, Layout
 from allranks.machine import allotted
 from allranks.machine.allotted import ONEDNN_LIMIT
@@ -134,8 +135,14 @@ def warnings(job: Job) -> list[str]:
     return said
 
 
-def check_supported(job: Job) -> None:
-    """Refuse what a job may say but the training cannot do yet."""
+def check_supported(*jobs: Job) -> None:
+    """Refuse what a job may say but the training, or its model, cannot do."""
+    for job in jobs:
+        _check_supported(job)
+    check_models(jobs)
+
+
+def _check_supported(job: Job) -> None:
     if "{stage}" in f"{job.command} {job.resume}" and not job.stage:
         raise AllranksError(
             "command: {stage} is used, but nothing is staged", fix="write stage: [PATH of the data]"

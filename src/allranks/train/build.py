@@ -277,14 +277,7 @@ def divide_blocks(
     commit: commits.Commit | None,
 ) -> list[int]:
     """Blocks of each stage: as they were in a resumed run, else by their cost. Collective."""
-    if task.couples_samples:
-        raise AllranksError(
-            f"layout {mesh.layout}: a pipeline's micro-batches are filled up with samples that do "
-            f"not count, but {type(task).__name__} compares samples (couples_samples)",
-            fix=f"write fsdp={mesh.layout.pp} in place of pp={mesh.layout.pp}",
-        )
-    blocks = blocks_of(task, model)
-    num_stages = check_stages(mesh.layout, job.pipeline.schedule, len(blocks))
+    blocks, num_stages = blocks_and_stages(job, mesh.layout, task, model)
     before = commit.manifest().get("stages", []) if commit else []
     if len(before) == num_stages and sum(before) == len(blocks):
         return list(before)
@@ -293,6 +286,20 @@ def divide_blocks(
     # Of all ranks together, so that all divide alike.
     seconds = mesh.world.sum(torch.tensor(costs, device=data.device))  # collective
     return divide(seconds.tolist(), num_stages)
+
+
+def blocks_and_stages(
+    job: Job, layout: Layout, task: Task, model: nn.Module
+) -> tuple[list[nn.Module], int]:
+    """The model's blocks, and how many stages to make of them. Raises AllranksError."""
+    if task.couples_samples:
+        raise AllranksError(
+            f"layout {layout}: a pipeline's micro-batches are filled up with samples that do "
+            f"not count, but {type(task).__name__} compares samples (couples_samples)",
+            fix=f"write fsdp={layout.pp} in place of pp={layout.pp}",
+        )
+    blocks = blocks_of(task, model)
+    return blocks, check_stages(layout, job.pipeline.schedule, len(blocks))
 
 
 def plan_of(task: Task, model: nn.Module, mesh: Mesh) -> Mapping[str, Any] | None:

@@ -34,7 +34,8 @@ def check(request: Request, options: Options) -> Prepared:
     prepared = prepare.prepare(replace(request, leads=False))
     if prepared.run is not None and backends.of(prepared.run) != "slurm":
         prepared.remarks.append("until now, this run was outside SLURM")
-    submit.check(prepared, racers(prepared, options))
+    rungs = parse_race(options.ladder) if options.ladder is not None else []
+    submit.check(prepared, rungs or racers(prepared, options))
     return prepared
 
 
@@ -209,8 +210,7 @@ def race(run: RunDir, layouts: str) -> Submitted:
             f"run {run.name} is not waiting in a queue: it is {state}",
             fix=f"{move}: allranks resume {run.name} --layout {typed[0].layout}",
         )
-    for racer in typed:
-        checks.check_supported(submit.with_layout(job, racer))
+    checks.check_supported(*(submit.with_layout(job, racer) for racer in typed))
     sent = run.info().get("racers", {}).values()
     known = {record["layout"] for record in sent if record["claim"] == claim}
     wanted = [racer for racer in submit.resolve_types(typed, job)[0] if str(racer) not in known]

@@ -35,8 +35,7 @@ HOPELESS = r"Partition(Time|Node)Limit|PartitionConfig|BadConstraints|MaxWall|In
 
 def check(prepared: Prepared, racers: Sequence[Racer]) -> None:
     """Refuse now what would only fail later, in the queue or on the nodes."""
-    for racer in racers:
-        checks.check_supported(with_layout(prepared.job, racer))
+    checks.check_supported(*(with_layout(prepared.job, racer) for racer in racers))
 
 
 def with_layout(job: Job, racer: Racer) -> Job:

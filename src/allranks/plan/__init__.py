@@ -1,0 +1,1 @@
+"""What a layout would take, without running it."""

@@ -1,0 +1,323 @@
+"""One step of one rank on tensors without data, whose exchanges reach nobody."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.parallel.distributed as ddp
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import stage as pipelining_stage
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from allranks.job.job import Job
+from allranks.layout import Layout
+from allranks.run.folder import RunDir
+from allranks.tasks import Task
+from allranks.train import build, parallelize
+from allranks.train.counted import Exchanges, Held, SavedTensors, Sent, parts_of, state_of
+from allranks.train.data import Batch, MicroBatch, Progress, TrainingData
+from allranks.train.loop import Training, forward_backward, update
+from allranks.train.mesh import Mesh, Ranks
+from allranks.train.optim import Scaler, allocate_state, build_optimizer
+from allranks.train.pipeline import Passed, Pipeline, divide
+
+DEVICE = torch.device("cpu")
+WITHOUT_DATA = FakeTensorMode()  # one for all: tensors of two of them cannot be used together
+divide_gradients = dist._compute_bucket_assignment_by_size
+DDP_BUCKET_BYTES = 25 << 20  # what DDP sends at once, unless it is told otherwise
+
+
+@dataclass(slots=True)
+class Tried:
+    """What one rank of a pipeline stage holds and sent."""
+
+    held: Held
+    activations: int
+    sent: Counter[Sent]
+    batch: dict[str, Any]
+
+
+def precision_of(job: Job) -> str:
+    """The precision that is computed in, as far as it is known here."""
+    if job.precision == "auto" and torch.cuda.is_available():
+        return parallelize.resolve_precision("auto", torch.device("cuda"))
+    return {"auto": "fp32", "tf32": "fp32"}.get(job.precision, job.precision)
+
+
+def try_place(job: Job, task: Task, samples: Dataset[Any], pp: int) -> Tried:
+    """One step of the first rank at this place of the pipeline.
+
+    All micro-batches of a pipeline are alike: what they add is known from two of them.
+    """
+    layout = job.layout
+    rank = next(r for r in range(layout.ranks) if layout.place_of(r)["pp"] == pp)
+    if layout.pp == 1:
+        return try_rank(job, task, samples, rank)
+    cut = build.training_data(
+        as_rank(layout, rank), Mesh(layout=layout), job, task, samples, DEVICE
+    ).cut
+    cut = replace(cut, parts=layout.data_ranks)
+    number = cut.num_of_whole
+    first, *more = (
+        try_rank(with_micro_batches(job, cut.largest, n), task, samples, rank, number)
+        for n in range(1, min(2, number) + 1)
+    )
+    for second in more:
+        second.sent.subtract(first.sent)
+        for sent, count in second.sent.items():
+            first.sent[sent] += (number - 1) * count
+    first.batch |= {"batch_size": cut.batch_size, "micro_batches": number}
+    return first
+
+
+def with_micro_batches(job: Job, size: int, number: int) -> Job:
+    """The job with so many micro-batches in a batch, each of this size on each rank."""
+    pipeline = job.pipeline.model_copy(update={"micro_batches": number})
+    batch = {"batch_size": size * number * job.layout.data_ranks, "batch_size_per_rank": None}
+    return job.model_copy(update={"pipeline": pipeline, "micro_batch_size": None, **batch})
+
+
+def try_rank(job: Job, task: Task, samples: Dataset[Any], rank: int, in_schedule: int = 1) -> Tried:
+    """One step of a rank; `in_schedule`: how many micro-batches its pipeline really works on."""
+    layout = job.layout
+    dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
+    try:
+        mesh = Mesh.of(layout, DEVICE)
+        data = build.training_data(as_rank(layout, rank), mesh, job, task, samples, DEVICE)
+        batch = next(data.batches(Progress()))
+        micro_batches = [*batch.micro_batches]
+        with WITHOUT_DATA, Exchanges(layout) as exchanges:
+            made = pytree.tree_map_only(Tensor, WITHOUT_DATA.from_tensor, micro_batches)
+            t, pipeline, passed = training(job, task, mesh, data, made[0])
+            held = Held(
+                parameters=parts_of(t.model.parameters()),
+                buffers=parts_of(t.model.buffers()),
+                optimizer=parts_of(state_of(t.optimizer)),
+            )
+            exchanges.sent = Counter()
+            saved = SavedTensors(t.model)
+            with saved.counted():
+                if pipeline is None:
+                    batch = repeated(batch, made, exchanges)
+                else:
+                    batch = batch._replace(micro_batches=iter(made))
+                t.forward_backward(t, batch, False)
+            held.gradients = parts_of(p.grad for p in t.parameters if p.grad is not None)
+            exchanges.when, exchanges.times = "update", 1
+            update(t)
+            at_once = in_flight(pipeline, in_schedule, passed) if pipeline else 1
+        counts: dict[str, Any] = {
+            "batch_size": data.cut.batch_size,
+            "micro_batch_size": data.cut.largest,
+            "micro_batches": len(micro_batches),
+            "stages": pipeline.sizes if pipeline else None,
+        }
+        return Tried(held, round(saved.most * at_once), exchanges.sent, counts)
+    finally:
+        dist.destroy_process_group()
+
+
+def as_rank(layout: Layout, rank: int) -> build.Rank:
+    return build.Rank(
+        rank=rank,
+        world_size=layout.ranks,
+        local_rank=rank % layout.gpus,
+        local_world_size=layout.gpus,
+        run=RunDir(Path()),
+        attempt=0,
+        layout=layout,
+        checkpoint="",
+    )
+
+
+def training(
+    job: Job, task: Task, mesh: Mesh, data: TrainingData, example: MicroBatch
+) -> tuple[Training, Pipeline | None, dict[int, Passed]]:
+    """The parts of a rank's training that a step needs, as build() makes them.
+
+    Also its pipeline, and what its stages get.
+    """
+    precision = precision_of(job)
+    autocast = parallelize.autocast(precision, DEVICE)  # type: ignore[arg-type]
+    data.example = lambda progress: example  # type: ignore[method-assign]  # without data
+    with Division(job, task, example, autocast).used() as division:
+        model, pipeline = build.divided_model(job, mesh, task, data, autocast, None)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = build_optimizer(job.optimizer, parameters)
+    allocate_state(optimizer)
+    nothing = SimpleNamespace(keep=lambda *args: None, finish_copying=lambda: None)
+    t = SimpleNamespace(
+        task=task,
+        mesh=mesh,
+        together=mesh.data,
+        compression=None,
+        model=model,
+        loss=task.loss,
+        parameters=parameters,
+        copies=[build.copies_of(parameter, mesh, pipeline) for parameter in parameters],
+        norms=parallelize.batch_norms(model),
+        optimizer=optimizer,
+        scaler=Scaler(DEVICE, mesh.replica) if precision == "fp16" else None,
+        autocast=autocast,
+        max_norm=job.optimizer.clip,
+        data=data,
+        forward_backward=pipeline.forward_backward if pipeline else forward_backward,
+        meter=SimpleNamespace(own=nothing),
+        checkpointer=nothing,
+        device=DEVICE,
+        progress=Progress(),
+    )
+    if pipeline:
+        pipeline._schedule = pipeline._make_schedule(division.passed)
+        pipeline._has_weights = division.has_weights
+    return cast(Training, t), pipeline, division.passed
+
+
+def repeated(batch: Batch, made: list[MicroBatch], exchanges: Exchanges) -> Batch:
+    """The batch with two micro-batches at most: the first stands for all but the last.
+
+    Only the last is different: it ends the accumulation.
+    """
+
+    def micro_batches() -> Iterator[MicroBatch]:
+        exchanges.times = max(1, len(made) - 1)
+        yield from made[:-1][:1]
+        exchanges.times = 1
+        yield made[-1]
+
+    return batch._replace(micro_batches=micro_batches(), num_micro_batches=min(2, len(made)))
+
+
+# What ranks find out by running, and is predicted here.
+
+
+@dataclass(slots=True)
+class Division:
+    """How a model is divided among stages, and its gradients into the pieces that DDP sends."""
+
+    job: Job
+    task: Task
+    micro: MicroBatch
+    autocast: AbstractContextManager[None]
+    ready: list[Tensor] = field(default_factory=list)  # parameters, in the order of gradients
+    passed: dict[int, Passed] = field(default_factory=dict)  # what each stage gets
+    has_weights: bool = False  # whether the task's loss weights its samples
+
+    @contextmanager
+    def used(self) -> Iterator[Division]:
+        """A context in which a model that is built is divided like this."""
+        replaced = (
+            (self.task, "model", self._model),
+            (build, "divide_blocks", self._divide_blocks),
+            (dist, "_compute_bucket_assignment_by_size", self._divide_gradients),
+        )
+        before = [getattr(owner, name) for owner, name, _ in replaced]
+        for owner, name, ours in replaced:
+            setattr(owner, name, ours)
+        yield self
+        for (owner, name, _), theirs in zip(replaced, before, strict=True):
+            setattr(owner, name, theirs)
+
+    def _model(self) -> nn.Module:
+        model = type(self.task).model(self.task)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.ready.append)
+        return model
+
+    def _divide_blocks(
+        self, job: Job, mesh: Mesh, task: Task, model: nn.Module, *args: Any
+    ) -> list[int]:
+        """Blocks of each stage, by their floating-point operations in place of their time."""
+        blocks, num_stages = build.blocks_and_stages(job, mesh.layout, task, model)
+        costs, outputs = [], []
+        values = self.micro.inputs
+        with torch.no_grad(), self.autocast:
+            for block in blocks:
+                with FlopCounterMode(display=False) as counter:
+                    values = block(values)
+                # Embeddings have no operations, and take time all the same.
+                num_bytes = sum(x.nbytes for x in pytree.tree_leaves(values))
+                costs.append(counter.get_total_flops() + num_bytes)
+                outputs.append(values if isinstance(values, tuple) else (values,))
+            self.has_weights = isinstance(task.loss(values, self.micro.targets), tuple)
+        sizes = divide(costs, num_stages)
+        ends = itertools.accumulate(sizes[:-1])
+        self.passed = {at: Passed.of(outputs[end - 1]) for at, end in enumerate(ends, start=1)}
+        return sizes
+
+    def _divide_gradients(
+        self, tensors: list[Tensor], *args: Any
+    ) -> tuple[list[list[int]], list[int]]:
+        """As DDP does after its first step: in the order in which gradients were ready."""
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        ready = dict.fromkeys(id(tensor) for tensor in self.ready)
+        order = [numbers[key] for key in ready if key in numbers]
+        sizes = [dist._DEFAULT_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES]
+        ordered = [tensors[number] for number in order]
+        pieces, limits = divide_gradients(ordered, sizes, [False] * len(order), order)
+        return pieces[::-1], limits[::-1]  # DDP turns them around
+
+
+def in_flight(pipeline: Pipeline, number: int, passed: dict[int, Passed]) -> float:
+    """How many micro-batches of so many a rank keeps the activations of at once."""
+    pipeline._ticks = torch.zeros(number)
+    schedule, size = pipeline._make_schedule(passed), pipeline.ranks.size
+    if isinstance(schedule, ScheduleGPipe):
+        return number
+    if isinstance(schedule, Schedule1F1B):
+        return min(number, size - pipeline.stages[0].number)
+    most = now = 0
+    for action in filter(None, schedule.pipeline_order[pipeline.ranks.rank]):
+        kind = action.computation_type.name
+        now += {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}.get(kind, 0)
+        most = max(most, now)
+    return most / len(pipeline.stages)
+
+
+# What torch cannot do on tensors without data.
+
+
+def imitate() -> None:
+    """Make this process, which does nothing else, able to try ranks."""
+    among_stages, cut = Mesh.among_stages, _fsdp_param._chunk_with_empty
+    known: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def with_numbers(mesh: Mesh, places: Sequence[int]) -> Ranks:
+        with unset_fake_temporarily():
+            return among_stages(mesh, places)
+
+    def know_what_is_sent(schedule: Any, stages: Sequence[Any], *args: Any) -> None:
+        for stage in stages:  # torch 2.13 would ask the other ranks
+            stage._inference_mode = pipelining_stage.InferenceMode.STATIC
+
+    def cut_once(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+        # For all parameters of a shape: to cut each of them would take most of the time.
+        key = (tensor.shape, tensor.dtype, num_chunks, dim)
+        return known.get(key) or known.setdefault(key, cut(tensor, num_chunks, dim))
+
+    for owner, name, other in (
+        (nn.Module, "to", lambda self, *args, **kwargs: self),
+        (ddp, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
+        (Mesh, "among_stages", with_numbers),
+        (PipelineStage, "_get_init_p2p_neighbors_ops", lambda self: []),
+        (_PipelineSchedule, "_warmup_p2p", know_what_is_sent),
+        (_fsdp_param, "_chunk_with_empty", cut_once),
+    ):
+        setattr(owner, name, other)

@@ -1,0 +1,153 @@
+"""What each rank of a layout would hold and send: one step on tensors without data, sent to nobody.
+
+`python -m allranks.train.explain check|explain` reads jobs as JSON and prints its answer as JSON.
+The launcher asks it, as a process that may import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from allranks.errors import AllranksError
+from allranks.job.axes import check_tp
+from allranks.job.job import Job, parse_job
+from allranks.layout import NESTING, Layout
+from allranks.machine.processes import die_with_parent
+from allranks.run import tracebacks
+from allranks.tasks import Task
+from allranks.train import build
+from allranks.train.counted import Sent, bytes_at
+from allranks.train.dry_step import WITHOUT_DATA, Tried, imitate, precision_of, try_place
+from allranks.train.model_facts import facts_of
+
+
+def main() -> None:
+    """Answer the question on the command line about the jobs on stdin."""
+    die_with_parent()
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)  # what a task prints must not get between the lines of the answer
+        jobs = [parse_job(values, resolved=True) for values in json.load(sys.stdin)]
+        json.dump(answer(jobs, explain if sys.argv[1] == "explain" else check), out)
+
+
+def answer(jobs: Sequence[Job], about: Callable[[Job], Any]) -> list[Any] | dict[str, Any]:
+    """The answers about all jobs, or the first error."""
+    try:
+        return [about(job) for job in jobs]
+    except AllranksError as error:
+        return {"error": {**error.fields, "exit_code": error.exit_code}}
+    except Exception as error:
+        if about is check:
+            raise  # ranks will say it better
+        traceback.print_exception(error)
+        what = tracebacks.in_a_line(tracebacks.describe(error))
+        fix = "if the model's shapes depend on values, explain cannot know them: run it"
+        return {
+            "error": {"what": f"a step without data failed: {what}", "fix": fix, "exit_code": 1}
+        }
+
+
+def check(job: Job) -> None:
+    """Refuse a layout that the job's model cannot have."""
+    task = build.load_task(job)
+    with WITHOUT_DATA:
+        check_model(job, task, task.model())
+
+
+def check_model(job: Job, task: Task, model: nn.Module) -> None:
+    check_tp(job.layout, facts_of(job, task, model))
+    if job.layout.pp > 1:
+        build.blocks_and_stages(job, job.layout, task, model)
+
+
+def explain(job: Job) -> dict[str, Any]:
+    """What the ranks of the layout hold and send. One at each place along pp is tried."""
+    # Nothing is loaded by other processes.
+    job = job.model_copy(update={"data": job.data.model_copy(update={"num_workers": 0})})
+    imitate()
+    layout, task = job.layout, build.load_task(job)
+    with WITHOUT_DATA:
+        model = task.model()
+        check_model(job, task, model)
+        num_parameters = sum(p.numel() for p in model.parameters())
+    samples = task.datasets()["train"]
+    tried = [try_place(job, task, samples, pp) for pp in range(layout.pp)]
+    return {
+        "layout": str(layout),
+        "axes": {axis: getattr(layout, axis) for axis in NESTING},
+        "nodes": layout.nodes,
+        "ranks_per_node": layout.gpus,
+        "parameters": num_parameters,
+        "precision": precision_of(job),
+        "optimizer": job.optimizer.name,
+        **tried[0].batch,
+        "ranks": kinds_of(layout, tried),
+        "collectives": exchanges_of(tried),
+    }
+
+
+def kinds_of(layout: Layout, stages: Sequence[Tried]) -> list[dict[str, Any]]:
+    """The ranks in groups that hold equally much, the first rank's group first."""
+    known: dict[tuple[int, ...], dict[str, int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.ranks):
+        place = layout.place_of(rank)
+        key = tuple(place[axis] for axis in NESTING[1:])  # replicas are alike
+        if key not in known:
+            tried = stages[place["pp"]]
+            known[key] = {
+                "parameters": bytes_at(tried.held.parameters, place),
+                "buffers": bytes_at(tried.held.buffers, place),
+                "gradients": bytes_at(tried.held.gradients, place),
+                "optimizer": bytes_at(tried.held.optimizer, place),
+                "activations": tried.activations,
+            }
+        groups.setdefault((place["pp"], *known[key].values()), []).append(rank)
+    found = []
+    for number, ranks in enumerate(groups.values()):
+        places = [layout.place_of(rank) for rank in ranks]
+        key = tuple(places[0][axis] for axis in NESTING[1:])
+        coordinates = {axis: sorted({place[axis] for place in places}) for axis in NESTING}
+        one = {"kind": letters(number), "ranks": ranks, "coordinates": coordinates}
+        found.append({**one, "bytes": known[key]})
+    return found
+
+
+def letters(number: int) -> str:
+    """A, B, …, Z, AA, AB, …"""
+    rest, last = divmod(number, 26)
+    return (letters(rest - 1) if rest else "") + chr(ord("A") + last)
+
+
+def exchanges_of(stages: Sequence[Tried]) -> list[dict[str, Any]]:
+    """What is sent in a step, in its order, with the pipeline stages that take part."""
+    found: dict[tuple[Sent, int], list[int]] = {}
+    for stage, tried in enumerate(stages):
+        for sent, count in tried.sent.items():
+            found.setdefault((sent, count), []).append(stage)
+    order = {when: at for at, when in enumerate(("forward", "backward", "passes", "update"))}
+    return [
+        {
+            "kind": sent.kind,
+            "axis": sent.axis,
+            "group_size": sent.group_size,
+            "bytes": sent.bytes,
+            "count": count,
+            "when": sent.when,
+            "stages": stages_of,
+        }
+        for (sent, count), stages_of in sorted(
+            found.items(), key=lambda item: order[item[0][0].when]
+        )
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What explain says of a layout is what its ranks then hold and send."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.commandline import call_allranks
+from tests.ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from allranks.job.job import parse_job
+from allranks.launch import models
+from allranks.layout import Layout
+from allranks.run.events import EventLog
+from allranks.run.folder import RunDir
+from allranks.train import build, loop
+from allranks.train.counted import KINDS, SavedTensors, state_of
+from allranks.train.data import Progress
+
+pytestmark = pytest.mark.ranks
+
+TINY = {
+    "task": "language",
+    "options": {"context": 16},
+    "batch_size": 24,
+    "steps": 5,
+    "precision": "fp32",
+    "data": {"num_workers": 0},
+}
+
+
+class Sent(TorchDispatchMode):
+    """Counts what a rank really sends, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kinds: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        name = func.__name__ if func.namespace in ("c10d", "_c10d_functional") else ""
+        kind = next((kind for word, kind in KINDS.items() if word in name), None)
+        if kind is not None:
+            self.kinds[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def measured(layout: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What this rank holds after one step, and sent in it."""
+    job = parse_job({**settings, "layout": layout})
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    run = RunDir(folder / layout.replace(":", "-"))
+    run.path.mkdir(exist_ok=True)
+    me = build.Rank(rank, world_size, rank, world_size, run, 0, Layout.parse(layout), "")
+    log = EventLog(run.events(0, rank))
+    t = build.build(me, job, torch.device("cpu"), log)
+    t.model.train()
+    batches = t.data.batches(Progress())
+    loop.one_step(t, next(batches), False)  # in its first steps DDP asks all ranks how to divide
+    batch = next(batches)
+    saved = SavedTensors(t.model)
+    with Sent() as sent:
+        with saved.counted():
+            t.forward_backward(t, batch, False)
+        gradients = held([p.grad for p in t.parameters if p.grad is not None])
+        loop.update(t)
+    log.close()
+    return {
+        "bytes": {
+            "parameters": held([*t.model.parameters()]),
+            "buffers": held([*t.model.buffers()]),
+            "gradients": gradients,
+            "optimizer": held(state_of(t.optimizer)),
+            "activations": saved.most,
+        },
+        "sent": dict(sent.kinds),
+    }
+
+
+def held(tensors: list[Tensor]) -> int:
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ("1x2", {"task": "digits", "options": {"norm": "batch"}, "batch_size": 16}),
+        ("1x2", {"options": {"size": "16m", "context": 8}, "micro_batch_size": 4}),
+        ("1x3:fsdp=3", {"micro_batch_size": 4, "activation_checkpointing": "full"}),
+        ("1x4:fsdp=4", {}),
+        ("1x4:tp=2", {}),
+        ("1x4:fsdp=2,tp=2", {}),
+        ("1x2:pp=2", {}),
+        ("1x4:pp=4", {"pipeline": {"schedule": "gpipe", "micro_batches": 3}}),
+        ("1x4:pp=2,fsdp=2", {"pipeline": {"micro_batches": 4}}),
+    ],
+)
+def test_ranks_hold_and_send_what_was_explained(
+    tmp_path: Path, layout: str, settings: dict[str, Any]
+) -> None:
+    settings = {**TINY, **settings}
+    told = models.explain(parse_job({**settings, "layout": layout}))
+    ranks = run_ranks(measured, Layout.parse(layout).ranks, tmp_path, layout, tmp_path, settings)
+    for rank, real in enumerate(ranks):
+        (kind,) = [kind for kind in told["ranks"] if rank in kind["ranks"]]
+        activations = real["bytes"].pop("activations")
+        assert kind["bytes"] == {**real["bytes"], "activations": kind["bytes"]["activations"]}
+        assert kind["bytes"]["activations"] == pytest.approx(activations, rel=0.1)
+        stage = kind["coordinates"]["pp"][0]
+        sent: Counter[str] = Counter()
+        for one in told["collectives"]:
+            if stage in one["stages"]:
+                sent[one["kind"]] += one["count"]
+        assert sent == real["sent"]
+    everyone = sorted(rank for kind in told["ranks"] for rank in kind["ranks"])
+    assert everyone == [*range(len(ranks))]
+
+
+def test_saved_tensors_count_once_and_without_parameters() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
+    saved = SavedTensors(model)
+    x = torch.ones(2, 8)
+    with saved.counted():
+        y = model(x)
+    assert saved.most == 2 * 64  # the input, and what the ReLU returns: once for two operations
+    y.sum().backward()
+    with saved.counted():
+        model(x)
+    assert saved.most == 2 * 64  # what the first pass needed is gone
+
+
+def test_a_large_model_on_64_ranks_is_explained_without_memory_for_it(tmp_path: Path) -> None:
+    words = ["explain", "task=language", "options.size=1.5b", "batch_size=64"]
+    done = call_allranks(*words, "--layout", "8x8:fsdp=64", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "nodes 2-6 likewise: ranks 16-55" in done.stdout
+    assert re.search(r"^each rank +92.8 MiB +92.8 MiB +186 MiB", done.stdout, re.MULTILINE)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["run", "--layout", "1x3:tp=3"], "tp=3 does not divide the model's 4 heads"),
+        (["bench", "scaling", "--layouts", "1x1,1x3:tp=3"], "1, 2 or 4 (4 heads"),
+        (["explain", "--layout", "1x8:pp=8"], "has only 4 blocks"),
+        (["explain", "pipeline.micro_batches=9", "--layout", "1x8:pp=4"], "pipeline.micro_batches"),
+        (["explain", "task=digits", "--layout", "1x2:tp=2"], "write --layout 1x2:fsdp=2"),
+    ],
+)
+def test_axes_that_the_model_cannot_have_are_refused_before_anything_is_written(
+    tmp_path: Path, words: list[str], error: str
+) -> None:
+    words += ["--oversubscribe"] if words[0] == "run" else []
+    task = [] if "task=digits" in words else ["task=language"]
+    done = call_allranks(*words, *task, "batch_size=16", cwd=tmp_path)
+    assert done.returncode == 2
+    assert error in done.stderr
+    assert [*tmp_path.iterdir()] == []
