@@ -163,7 +163,7 @@ class Sent:
     axis: str  # along which its ranks differ
     group_size: int
     bytes: int  # of the whole tensor: what was gathered, or is to be scattered or reduced
-    when: str  # forward, backward or update
+    when: str  # forward, backward, passes (either) or update
 
 
 class Exchanges(TorchDispatchMode):
@@ -173,7 +173,8 @@ class Exchanges(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.layout = layout
         self.sent: Counter[Sent] | None = None  # None: they are not counted now
-        self.when = "forward"
+        # A pipeline's rank makes passes of several micro-batches in turn.
+        self.when = "forward" if layout.pp == 1 else "passes"
         self.times = 1  # how many times what is done now happens in a step
         self._axes: dict[str, tuple[str, int]] = {}
 
@@ -204,7 +205,7 @@ class Exchanges(TorchDispatchMode):
         tensors = [pytree.tree_leaves(one) for one in (*args, result)]
         sizes = [sum(t.nbytes for t in some if isinstance(t, Tensor)) for some in tensors]
         if size > 1 or kind in ("send", "receive"):
-            is_backward = torch._C._current_graph_task_id() != -1
+            is_backward = torch._C._current_graph_task_id() != -1 and self.when == "forward"
             when = "backward" if is_backward else self.when
             self.sent[Sent(kind, axis, size, max(sizes), when)] += self.times
 

@@ -132,7 +132,7 @@ def exchanges_of(stages: Sequence[Tried]) -> list[dict[str, Any]]:
     for stage, tried in enumerate(stages):
         for sent, count in tried.sent.items():
             found.setdefault((sent, count), []).append(stage)
-    order = {when: at for at, when in enumerate(("forward", "backward", "update"))}
+    order = {when: at for at, when in enumerate(("forward", "backward", "passes", "update"))}
     return [
         {
             "kind": sent.kind,

@@ -34,7 +34,8 @@ def check(request: Request, options: Options) -> Prepared:
     prepared = prepare.prepare(replace(request, leads=False))
     if prepared.run is not None and backends.of(prepared.run) != "slurm":
         prepared.remarks.append("until now, this run was outside SLURM")
-    submit.check(prepared, racers(prepared, options))
+    rungs = parse_race(options.ladder) if options.ladder is not None else []
+    submit.check(prepared, rungs or racers(prepared, options))
     return prepared
 
 
