@@ -13,7 +13,7 @@ from allranks.run.events import append_event
 from allranks.run.failures import failure
 from allranks.run.folder import RunDir
 from allranks.run.record import outcome, samples_per_epoch, steps_by_rank
-from allranks.timing.result import result
+from allranks.timing.result import compile_words, result
 from allranks.timing.steps import timing
 
 START = {
@@ -66,6 +66,30 @@ def test_a_finished_run(run: RunDir) -> None:
     assert (found["seconds"], found["samples_per_second"]) == (4.0, 500.0)
     assert found["metrics"] == {"loss": 0.5, "val_accuracy": 0.9}
     json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize(("last", "pace"), [(100, 1000.0), (45, None)])
+def test_the_pace_is_that_of_the_form_that_was_chosen(
+    run: RunDir, last: int, pace: float | None
+) -> None:
+    start(run, ranks=1, world_size=1, layout="1x1")
+    for number in range(1, last + 1):
+        took = 0.5 if number <= 40 else 0.1
+        append_event(run.events(0, 0), "step", step=number, samples=100, seconds=took)
+        if number == 40:
+            times = {"eager": 0.5, "compiled": 0.1}
+            chosen = {"step": 41, "form": "compiled", "lost": 3.0, "times": times}
+            append_event(run.events(0, 0), "compile", **chosen)
+    append_event(run.events(0, 0), "end", state="finished", step=last, seconds=30.0)
+    measured, found = timing(run), result(run)
+    assert measured is not None
+    if pace is None:  # five steps of it say too little
+        assert measured.first_step < 41
+    else:
+        assert measured.first_step >= 41
+        assert found["samples_per_second"] == pytest.approx(pace)
+    words = "compiled from step 41 on: 100ms a step instead of 500ms (5.0x), 3.00s waiting for it"
+    assert compile_words(found["compile"]) == words
 
 
 def test_the_pace_is_that_of_the_steps_that_every_command_measures(run: RunDir) -> None:

@@ -27,10 +27,12 @@ from allranks.timing.timeline import (
     OPTIMIZER,
     OTHER,
     PHASES,
+    REPLAY,
     WAIT,
     Mark,
     Step,
     Timeline,
+    shares,
 )
 
 LABELS = [DATA, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER, AFTER, AROUND]
@@ -325,3 +327,19 @@ def test_what_a_rank_does_can_be_asked_at_any_moment() -> None:
     assert doing == WAIT and 0.01 <= seconds < 60
     timeline.mark(AFTER)
     assert timeline.doing()[0] == OTHER
+
+
+def test_a_replayed_step_is_divided_as_it_was_when_it_was_captured() -> None:
+    captured = [(FORWARD, 0.0), (BACKWARD, 1.0), (AFTER, 3.0), (OPTIMIZER, 3.5), (OTHER, 4.0)]
+    of_graph = shares([(label, at, None, None) for label, at in captured])
+    assert of_graph == {FORWARD: 0.25, BACKWARD: 0.5, OPTIMIZER: 0.25}
+    replayed: list[Mark] = [
+        (DATA, 0.0, None, None),
+        (REPLAY, 1.0, None, (of_graph,)),
+        (OTHER, 3.0, None, None),
+        (END, 3.5, None, None),
+    ]
+    expected = {DATA: 1.0, FORWARD: 0.5, BACKWARD: 1.0, OPTIMIZER: 0.5, OTHER: 0.5}
+    assert of(phases(replayed)) == expected
+    replayed[1] = (REPLAY, 1.0, None, ({},))  # nothing is known about its phases
+    assert of(phases(replayed)) == {DATA: 1.0, FORWARD: 2.0, OTHER: 0.5}

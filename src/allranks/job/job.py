@@ -330,7 +330,7 @@ class Job(Section):
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
         default="auto", description="auto: bf16 if supported, else fp32"
     )
-    compile: Literal["auto"] | bool = Field(default="auto", description="torch.compile")
+    compile: Literal["auto"] | bool = Field(default="auto", description="torch.compile, or measure")
     activation_checkpointing: Literal["off", "full", "selective"] = Field(
         default="off", description="recompute activations, to save memory"
     )

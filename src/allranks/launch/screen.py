@@ -36,7 +36,7 @@ from allranks.show.numbers import (
 from allranks.show.tables import STATE_STYLES, Cell, Table, aligned, show_table
 from allranks.show.text import clean
 from allranks.timing.remarks import SPEEDUP
-from allranks.timing.result import mfu_words, verdict_lines, verdict_table
+from allranks.timing.result import compile_words, mfu_words, verdict_lines, verdict_table
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
@@ -490,6 +490,8 @@ def summary_table(result: dict[str, Any]) -> Table:
     rows += [(name, metric(value)) for name, value in values if value is not None]
     if pace := throughput(result):
         rows.append(("throughput", pace))
+    if result.get("compile"):
+        rows.append(("step", compile_words(result["compile"])))
     return verdict_table(rows, verdict_lines(result))
 
 

@@ -62,7 +62,8 @@ class Window:
         patience = step >= PATIENCE_STEPS or self._last_end - self._first_end >= PATIENCE_SECONDS
         if not steady and not (patience and step > 2):
             return
-        if self.recorder.timeline.kept is not None:  # steps are being traced
+        timeline = self.recorder.timeline
+        if timeline.kept is not None or timeline.is_choosing:  # steps are traced, or will be faster
             return
         self.recorder.is_measured = True
         pace = statistics.fmean(self._seconds[-10:])

@@ -30,6 +30,7 @@ from allranks.timing.steps import (
     TOO_FEW,
     Timing,
     event_bytes,
+    steps_of_one_form,
     timing,
     why_no_pace,
 )
@@ -219,7 +220,7 @@ def of_warm_up(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Re
     """
     if timing.pace is None:
         return
-    steps = {rank: record.timed_steps for rank, record in records.items()}
+    steps = steps_of_one_form(records)
     lead = {number: event["seconds"] for number, event in steps[min(steps)].items()}
     counted = {number: took for number, took in lead.items() if number >= timing.first_step}
     usual = statistics.median([*counted.values()] or [timing.step_seconds])

@@ -10,12 +10,18 @@ from rich.text import Text
 
 from allranks.run.folder import RunDir, State
 from allranks.run.record import outcome, read_ranks, samples_trained
-from allranks.show.numbers import number, percent
+from allranks.show.numbers import count, duration, number, percent
 from allranks.show.tables import Cell, Table, facts
 from allranks.show.text import clean, in_markdown
 from allranks.timing.remarks import remarks
 from allranks.timing.shares import LOCAL
-from allranks.timing.steps import PART_WORDS, PARTS, affordable_timing
+from allranks.timing.steps import (
+    AFFORDABLE_BYTES,
+    PART_WORDS,
+    PARTS,
+    affordable_timing,
+    event_bytes,
+)
 from allranks.timing.verdict import Judgement, judge
 
 
@@ -23,7 +29,11 @@ def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
     """A run in one object: what `allranks run --json` prints. `state`: if the caller knows it."""
     found = outcome(run, state)
     is_reported = found["samples_per_second"] is not None  # by the rank itself: only a task does
-    records = None if is_reported else read_ranks(run, max(run.attempts(), default=0))
+    records = None
+    if not is_reported or event_bytes(run) <= AFFORDABLE_BYTES:
+        records = read_ranks(run, max(run.attempts(), default=0))
+    chosen = [event for of in (records or {}).values() for event in of.others["compile"]]
+    found["compile"] = {key: chosen[-1].get(key) for key in COMPILE} if chosen else None
     measured = affordable_timing(run, records=records)
     if found["counted"]["samples"] == "unknown":
         found["samples_per_second"] = None
@@ -40,6 +50,19 @@ def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
     return found | judged(judge(run, measured, records))
 
 
+def compile_words(compile: Mapping[str, Any]) -> str:
+    """Which form the step has, since when, what it gains, and the time that was lost for it."""
+    form, times = compile["form"], compile["times"] or {}
+    words = form if compile["step"] <= 1 else f"{form} from step {count(compile['step'])} on"
+    before = next(iter(times.values()), None)
+    if before and times.get(form) and times[form] != before:
+        gain = number(before / times[form], 2)
+        words += f": {duration(times[form])} a step instead of {duration(before)} ({gain}x)"
+    lost = f"{duration(compile['lost'])} waiting for it" if compile["lost"] else ""
+    why = "" if form != "eager" or not compile["why"] else clean(compile["why"])
+    return ", ".join(filter(None, [words, lost, why]))
+
+
 def judged(found: Judgement | None) -> dict[str, Any]:
     """The keys of a run's object that hold what is concluded about it."""
     if found is not None:
@@ -47,6 +70,7 @@ def judged(found: Judgement | None) -> dict[str, Any]:
     return {"verdict": None, "warnings": [], "mfu": None, "since": None}
 
 
+COMPILE = ("step", "form", "lost", "times", "why")  # of the event
 SURE, NOT_SURE = "sure", "not sure"
 LIMITED, DOUBT, NEXT, SINCE, WARNING = "limited by", "doubt", "next", "since", "warning"
 OF_TRACE = tuple(part for part in LOCAL if part != "compute")

@@ -140,9 +140,21 @@ def timing(
     if any((end.get("error") or {}).get("own_ranks") for end in ends):
         return None  # the script started ranks itself: nobody knows how many trainings these are
     layout = str(run.info().get("layout", ""))
-    steps = {rank: record.timed_steps for rank, record in records.items()}
+    steps = steps_of_one_form(records)
     found = timing_of(steps, newest_window(records.values()), one_clock=layout.startswith("1x"))
     return found and replace(found, counted=Counted.worst(records.values()))
+
+
+def steps_of_one_form(records: Mapping[int, RankRecord]) -> dict[int, Mapping[int, Event]]:
+    """The timed steps of all ranks, since the step has had its present form (compiled, say).
+
+    If there are only a few, all of them: a pace of few steps is worth less than one of two forms.
+    """
+    since = max((e["step"] for of in records.values() for e in of.others["compile"]), default=0)
+    steps = {rank: record.timed_steps for rank, record in records.items()}
+    late = {rank: {n: e for n, e in of.items() if n >= since} for rank, of in steps.items()}
+    is_enough = all(len(of) >= ENOUGH_STEPS for of in late.values())
+    return {**(late if is_enough else steps)}
 
 
 def why_no_pace(run: RunDir, measured: Timing | None) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ BACKWARD = "backward"
 WAIT = "wait"  # for other ranks: for them to come, and for the bytes to be exchanged
 OPTIMIZER = "optimizer"
 OTHER = "other"
+REPLAY = "replay"  # of a whole step as one graph; its note has each phase's share of it
 EVALUATION = "evaluation"  # between training: not part of a step's time
 AROUND = "around"  # in the code around an exchange: waiting, as far as the others are concerned
 AFTER = "after"  # after backward: the next mark shows what it was
@@ -71,8 +72,9 @@ class Timeline:
     """
 
     __slots__ = (
-        *("_cutting", "_num_taken", "calls", "depth", "expect", "is_on", "is_taken", "label"),
-        *("kept", "marks", "num_steps", "offset", "record_event", "thread", "traced", "unix"),
+        *("_cutting", "_num_taken", "calls", "depth", "expect", "is_choosing", "is_on"),
+        *("is_taken", "kept", "label", "marks", "num_steps", "offset", "record_event"),
+        *("thread", "traced", "unix"),
     )
 
     def __init__(self) -> None:
@@ -83,6 +85,7 @@ class Timeline:
         # Called with the tensors that a backward pass starts from; returns a hook to remove.
         self.expect: Callable[[Any], Any] | None = None
         self.is_taken = False  # by a loop of our own, which says where its steps end
+        self.is_choosing = False  # whether such a loop is still looking for its fastest step
         self.num_steps = 0  # that have ended
         self.offset = 0  # how many steps an earlier attempt had made
         self.thread = threading.get_ident()
@@ -165,8 +168,7 @@ class Timeline:
             label, since, _, _ = self.marks[-1]
         except IndexError:
             return OTHER, 0.0
-        if label == AROUND:
-            label = WAIT
+        label = {AROUND: WAIT, REPLAY: FORWARD}.get(label, label)
         return label if label in PHASES else OTHER, perf_counter() - since
 
 
@@ -238,6 +240,29 @@ class Step:
         return text
 
 
+def shares(marks: Sequence[Mark]) -> dict[str, float]:
+    """Each phase's share of the time between the first mark and the last; empty if unknown."""
+    if len(marks) < 2:
+        return {}
+    sums = _read(marks)[0]
+    total = sum(sums.values())
+    return {phase: seconds / total for phase, seconds in sums.items() if seconds and total}
+
+
+def _spans(marks: Sequence[Mark]) -> Iterator[tuple[str, str, float, float, Any]]:
+    """Each label, the one that follows, when it began, how many seconds it held, and its note."""
+    for (label, begin, event, note), (following, end, end_event, _) in itertools.pairwise(marks):
+        if event is None or end_event is None:
+            seconds = end - begin
+        else:
+            seconds = event.elapsed_time(end_event) / 1e3
+        if label == REPLAY:
+            for phase, share in (note[0] or {FORWARD: 1.0}).items():
+                yield phase, OTHER, begin, share * seconds, None
+        else:
+            yield label, following, begin, seconds, note
+
+
 def _read(
     marks: Sequence[Mark],
 ) -> tuple[
@@ -253,12 +278,7 @@ def _read(
     exchanges: dict[str, float] = {}
     longest, arrive = -1.0, None
     is_open = False  # whether more waiting would belong to the same exchange
-    label, begin, event, note = marks[0]
-    for following, end, end_event, next_note in itertools.islice(marks, 1, None):
-        if event is None or end_event is None:
-            seconds = end - begin
-        else:
-            seconds = event.elapsed_time(end_event) / 1e3
+    for label, following, begin, seconds, note in _spans(marks):
         phase = _MEANINGS.get((label, following), OTHER) if label in _UNCERTAIN else label
         is_own = phase == AROUND
         phase = WAIT if is_own else phase
@@ -279,7 +299,6 @@ def _read(
             # The exchanges of one backward pass are one: a rank that prepares its gradients longer
             # in a hook of DDP's communicates longer, and does not compute longer.
             is_open = False
-        label, begin, event, note = following, end, end_event, next_note
     left = None
     if arrive is not None and marks[-1][2] is None:  # a device waits at other times than its host
         left = arrive + longest

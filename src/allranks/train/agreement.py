@@ -34,7 +34,9 @@ class Pulse:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self._numbers = torch.zeros(4, dtype=torch.float64)
+        self.ready = False  # whether this rank is, for something that all want to begin together
+        self.all_ready = False  # the same on every rank, at the same step
+        self._numbers = torch.zeros(5, dtype=torch.float64)
         self._work: dist.Work | None = None
         self._steps = 0  # since the last exchange started
         self._interval = 1  # steps between the starts of two exchanges
@@ -48,6 +50,7 @@ class Pulse:
     def step(self, stop: bool, save: bool, failed: bool) -> Decision:
         """What was agreed, if anything. Every rank must call it after every step."""
         if self.group is None:
+            self.all_ready = self.ready
             return Decision(stop, save, failed) if stop or save or failed else NOTHING
         self._steps += 1
         decision = self._read() if self._work is not None else NOTHING
@@ -68,7 +71,8 @@ class Pulse:
     def _start(self, stop: bool, save: bool, failed: bool) -> None:
         now = time.perf_counter()
         step_seconds = (now - self._started) / max(self._steps, 1)
-        self._numbers.copy_(torch.tensor([stop, save, failed, step_seconds], dtype=torch.float64))
+        numbers = [stop, save, failed, step_seconds, self.ready]
+        self._numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
         self._work = dist.all_reduce(self._numbers, group=self.group, async_op=True)
         self._steps = 0
         self._started = now
@@ -77,7 +81,8 @@ class Pulse:
         assert self._work is not None and self.group is not None
         self._work.wait()
         self._work = None
-        stop, save, failed, seconds = self._numbers.tolist()
+        stop, save, failed, seconds, ready = self._numbers.tolist()
+        self.all_ready = ready >= self.group.size()
         # From the sum over all ranks, so that every rank computes the same interval.
         mean_seconds = max(seconds / self.group.size(), 1e-6)
         self._interval = int(min(max(PERIOD_SECONDS / mean_seconds, 1), MAX_STEPS))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import os
 import random
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -37,16 +37,17 @@ from allranks.run.folder import RunDir, no_readable_checkpoint
 from allranks.tasks import Task
 from allranks.train import checkpoint, initial, parallelize
 from allranks.train.agreement import Pulse
+from allranks.train.choose_step import COMPILED, Rules, measured_step
 from allranks.train.compress import AveragedWeights, CompressedGradients, Compression
 from allranks.train.data import Cut, EvaluationData, MicroBatch, Progress, TrainingData, mix
+from allranks.train.fast_step import evaluate_once, pass_without_weight, set_compiled
 from allranks.train.loop import (
-    Loss,
     SaveEvery,
     Training,
-    check_losses,
     clear_gradients,
     forward_backward,
     one_step,
+    weighted_losses,
 )
 from allranks.train.mesh import Mesh, Ranks
 from allranks.train.meter import Meter
@@ -65,10 +66,6 @@ VECTOR_MATH = (
     *(torch.tanh, torch.erf, torch.erfc, torch.erfinv, torch.exp, torch.exp2, torch.expm1),
     *(torch.log, torch.log10, torch.log1p, torch.log2, torch.sqrt, torch.rsqrt, torch.trunc),
 )
-
-# Below either of these, compiling costs more time than it saves.
-COMPILE_FROM_STEPS = 500
-COMPILE_FROM_PARAMETERS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +120,9 @@ def gloo_group(job: Job) -> dist.ProcessGroup:
     return group
 
 
-def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
+def build(
+    me: Rank, job: Job, device: torch.device, log: EventLog, *, rules: Rules | None = None
+) -> Training:
     """Build everything the loop needs, restored from a checkpoint if there is one. Collective."""
     settle_vector_math()
     mesh = Mesh.of(me.layout, device)
@@ -136,22 +135,20 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     commit = chosen_checkpoint(me)
     model, pipeline = divided_model(job, mesh, task, data, autocast, commit)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = build_optimizer(job.optimizer, parameters)
+    in_graph = rules is not None and device.type == "cuda" and me.world_size == 1
+    optimizer = build_optimizer(job.optimizer, parameters, in_graph=in_graph)
     scaler = Scaler(device, mesh.replica) if precision == "fp16" else None
     allocate_state(optimizer)
     compression = compression_of(job, parallelize.plain(model), optimizer, mesh.data)
-    progress, metrics = restore(commit, parallelize.plain(model), optimizer, scaler, compression)
+    progress, notes = restore(commit, parallelize.plain(model), optimizer, scaler, compression)
     last_step = last_step_of(job, data, progress)
-    compiled = should_compile(job, data, model, pipeline)
-    if compiled:  # in DDP, which divides the graph by its buckets
-        (pipeline or parallelize.plain(model)).compile()
     training = Training(
         task=task,
         mesh=mesh,
         together=trained_together(job, mesh),
         compression=compression,
         model=model,
-        loss=torch.compile(task.loss) if compiled else task.loss,
+        loss=task.loss,
         parameters=parameters,
         copies=[copies_of(parameter, mesh, pipeline) for parameter in parameters],
         norms=parallelize.batch_norms(model),
@@ -168,20 +165,33 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         save_every=save_every(job),
         predict=pipeline.outputs if pipeline else parallelize.plain(model),
         forward_backward=pipeline.forward_backward if pipeline else forward_backward,
-        step=one_step,
+        step=one_step if rules is None else measured_step(me, rules, device, notes),
         device=device,
         seed=job.seed,
         last_step=last_step,
         notes=notes_of(me, job, pipeline),
         progress=progress,
-        metrics=metrics,
+        metrics=notes.get("metrics", []),
     )
     warn_of_small_norms(me, training)
+    compiled = should_compile(job, pipeline)
     log.write_past("start", **describe(me, training, precision, compiled, pipeline))
-    warm_up(training, pipeline)
+    make_first_passes(training, pipeline, compiled=compiled)
     if compression is not None:
         compression.begin(model, progress.step, training.schedule)
     return training
+
+
+def make_first_passes(t: Training, pipeline: Pipeline | None, *, compiled: bool) -> None:
+    """Make passes that change nothing, and compile in them if asked. Collective."""
+    began = time.perf_counter()
+    set_compiled(t, compiled, pipeline)
+    warm_up(t, pipeline)
+    if compiled and not pipeline:
+        evaluate_once(t, t.data.example(t.progress))
+    lost = round(time.perf_counter() - began, 6)
+    if compiled and t.mesh.world.rank == 0:
+        t.meter.log.write("compile", step=t.progress.step + 1, form=COMPILED, lost=lost)
 
 
 def checkpointer_of(
@@ -231,6 +241,14 @@ def divided_model(
         sizes = divide_blocks(job, mesh, task, model, data, autocast, commit)
         schedule, number = job.pipeline.schedule, data.cut.num_of_whole
         pipeline = Pipeline(task, sizes, mesh, data.device, schedule, number)
+
+    def one_pass(model: nn.Module) -> None:
+        def losses_of(micro: MicroBatch) -> Any:
+            with autocast:
+                return task.loss(model(micro.inputs), micro.targets)
+
+        pass_without_weight(model, losses_of, data.example(Progress()))
+
     model = parallelize.parallelize(
         model,
         replace(mesh, data=trained_together(job, mesh)),
@@ -239,9 +257,7 @@ def divided_model(
         plan=plan_of(task, model, mesh),
         activation_checkpointing=job.activation_checkpointing,
         cut=pipeline.cut if pipeline else None,
-        one_pass=lambda model: pass_without_weight(
-            model, task.loss, autocast, data.example(Progress())
-        ),
+        one_pass=one_pass,
     )
     if pipeline:
         pipeline.tie(model)  # collective
@@ -410,20 +426,11 @@ def warn_of_small_norms(me: Rank, t: Training) -> None:
         )
 
 
-def should_compile(
-    job: Job, data: TrainingData, model: nn.Module, pipeline: Pipeline | None
-) -> bool:
-    """Whether to use torch.compile; `auto`: where it pays off, for large models on GPUs."""
+def should_compile(job: Job, pipeline: Pipeline | None) -> bool:
+    """Whether to compile before the first step."""
     if pipeline and job.pipeline.schedule == "zero-bubble":
         return False  # it cuts backward passes in two, which compiled ones are not made for
-    if job.compile != "auto":
-        return bool(job.compile)
-    num_steps = job.steps or (job.epochs or 0) * data.steps_per_epoch
-    is_large = num_parameters(model, pipeline) >= COMPILE_FROM_PARAMETERS
-    is_large &= num_steps >= COMPILE_FROM_STEPS
-    return (
-        is_large and data.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    )
+    return job.compile is True
 
 
 def last_step_of(job: Job, data: TrainingData, progress: Progress) -> int:
@@ -495,16 +502,16 @@ def restore(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     compression: Compression | None,
-) -> tuple[Progress, list[dict[str, Any]]]:
-    """Load a checkpoint, if there is one. Collective."""
+) -> tuple[Progress, dict[str, Any]]:
+    """Load a checkpoint, if there is one; return what it notes. Collective."""
     if commit is None:
-        return Progress(), []
+        return Progress(), {}
     progress, manifest = checkpoint.load(commit, model, optimizer)
     if scaler is not None and "scaler" in manifest:
         scaler.load_state_dict(manifest["scaler"])
     if compression is not None:
         compression.load(commit, manifest["world_size"])
-    return progress, manifest["metrics"]
+    return progress, manifest
 
 
 def warm_up(t: Training, pipeline: Pipeline | None) -> None:
@@ -517,18 +524,9 @@ def warm_up(t: Training, pipeline: Pipeline | None) -> None:
         pipeline.set_up(t)  # collective
     else:
         t.model.train()
-        pass_without_weight(t.model, t.loss, t.autocast, t.data.example(t.progress))
+        example = t.data.example(t.progress)
+        pass_without_weight(t.model, lambda micro: weighted_losses(t, micro)[0], example)
         clear_gradients(t)
-
-
-def pass_without_weight(
-    model: nn.Module, loss: Loss, autocast: AbstractContextManager[None], micro: MicroBatch
-) -> None:
-    """A forward and a backward pass that changes nothing but gradients. Collective."""
-    with parallelize.buffers_unchanged(model):
-        with autocast:
-            losses = check_losses(loss(model(micro.inputs), micro.targets), len(micro.weights))
-        losses.backward(torch.zeros_like(losses))
 
 
 def link_between_ranks(me: Rank) -> str:

@@ -32,6 +32,7 @@ from allranks.tasks import Task
 from allranks.train import build, parallelize
 from allranks.train.counted import Exchanges, Held, SavedTensors, Sent, parts_of, state_of
 from allranks.train.data import Batch, MicroBatch, Progress, TrainingData
+from allranks.train.fast_step import model_and_loss
 from allranks.train.loop import Training, forward_backward, update
 from allranks.train.mesh import Mesh, Ranks
 from allranks.train.optim import Scaler, allocate_state, build_optimizer
@@ -169,6 +170,7 @@ def training(
         compression=None,
         model=model,
         loss=task.loss,
+        losses=model_and_loss(model, task.loss),
         parameters=parameters,
         copies=[build.copies_of(parameter, mesh, pipeline) for parameter in parameters],
         norms=parallelize.batch_norms(model),

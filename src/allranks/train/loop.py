@@ -30,7 +30,8 @@ from allranks.train.parallelize import (
 )
 from allranks.train.signals import stop_requested
 
-Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]  # of outputs and targets, per sample
+PerSample = Tensor | tuple[Tensor, Tensor]  # losses, or losses and the task's own weights
+Loss = Callable[[Any, Any], PerSample]  # of outputs and targets
 # What is computed for a batch; whether its loss is wanted, which then is returned.
 Compute = Callable[["Training", Batch, bool], Tensor | None]
 
@@ -45,6 +46,9 @@ class Training:
     compression: Compression | None
     model: nn.Module  # wrapped in DDP or FSDP if there are several ranks
     loss: Loss  # the task's, maybe compiled
+    # Model and loss as one function of inputs and targets, by fast_step.set_compiled.
+    losses: Callable[[Any, Any], PerSample] = field(init=False)
+    evaluated: Callable[[Any, Any], tuple[Any, PerSample]] = field(init=False)  # outputs too
     parameters: list[nn.Parameter]
     copies: list[int]  # of this rank's part of each parameter, in a replica
     norms: list[SynchronisedBatchNorm]
@@ -162,12 +166,11 @@ def weighted_losses(t: Training, micro: MicroBatch) -> tuple[Tensor, Tensor, Ten
     """What a pass computes: see `weigh`."""
     counted = norms_count(t.norms, micro.counted) if t.norms and t.data.borrows else nullcontext()
     with t.autocast, counted:
-        return weigh(t, t.model(micro.inputs), micro)
+        return weigh(t.losses(micro.inputs, micro.targets), micro)
 
 
-def weigh(t: Training, outputs: Any, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+def weigh(losses: PerSample, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
     """Each sample's loss and weight in the global mean, and the task's own weights' sum if any."""
-    losses = t.loss(outputs, micro.targets)
     if isinstance(losses, tuple):
         losses, own = losses
         weights = micro.weights * own
@@ -175,7 +178,7 @@ def weigh(t: Training, outputs: Any, micro: MicroBatch) -> tuple[Tensor, Tensor,
     return in_full(losses), micro.weights, None
 
 
-def check_losses(losses: Tensor | tuple[Tensor, Tensor], size: int) -> Tensor:
+def check_losses(losses: PerSample, size: int) -> Tensor:
     """The losses of a batch of so many samples. Raises AllranksError if they are not one each."""
     losses = losses[0] if isinstance(losses, tuple) else losses
     if losses.shape != (size,):
@@ -237,10 +240,9 @@ def evaluate(t: Training, split: str) -> dict[str, float]:
     sums: dict[str, Tensor] = {}  # name -> [sum of values, sum of their weights]
     for inputs, targets, count in t.evaluations[split]:
         with t.autocast:
-            outputs = t.predict(inputs)  # collective with stages
-            if outputs is None:  # another rank has the last stage
-                continue
-            losses = t.loss(outputs, targets)
+            outputs, losses = t.evaluated(inputs, targets)  # collective with stages
+        if outputs is None:  # another rank has the last stage
+            continue
         losses, weights = losses if isinstance(losses, tuple) else (losses, torch.ones_like(losses))
         for name, values in {"loss": losses, **t.task.metrics(outputs, targets)}.items():
             values = values[:count].double()

@@ -16,18 +16,21 @@ from allranks.train.mesh import Ranks
 
 
 def build_optimizer(
-    settings: Optimizer, parameters: Iterable[nn.Parameter]
+    settings: Optimizer, parameters: Iterable[nn.Parameter], *, in_graph: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer as one fused kernel, which is the fastest on CPUs and GPUs alike."""
+    """The optimizer as one fused kernel, which is the fastest on CPUs and GPUs alike.
+
+    `in_graph`: its step may become part of a CUDA graph, so its rate is a number on the GPU.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     common: dict[str, Any] = {
-        "lr": settings.lr,
+        "lr": torch.tensor(settings.lr, device=trained[0].device) if in_graph else settings.lr,
         "weight_decay": settings.weight_decay,
         "fused": True,
     }
     if settings.name == "sgd":
         return torch.optim.SGD(trained, momentum=settings.momentum, **common)
-    return torch.optim.AdamW(trained, betas=settings.betas, **common)
+    return torch.optim.AdamW(trained, betas=settings.betas, capturable=in_graph, **common)
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
@@ -74,8 +77,15 @@ class Schedule:
         )
 
     def set(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        rate = self.rate(step)
-        for group in optimizer.param_groups:
+        set_rate(optimizer, self.rate(step))
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate: in place if it is a tensor, which a graph reads."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
             group["lr"] = rate
 
 

@@ -401,7 +401,7 @@ class Pipeline:
 
     def _score(self, t: Training, outputs: Any, micro: MicroBatch) -> Tensor:
         """What the last stage's backward pass starts from: a sum of weighted losses, shape [1]."""
-        losses, weights, own_weight = weigh(t, outputs, micro)
+        losses, weights, own_weight = weigh(t.loss(outputs, micro.targets), micro)
         t.meter.own.keep(t.progress.step + 1, losses)
         self._losses.append(torch.dot(losses.detach(), weights))
         if own_weight is not None:

@@ -22,6 +22,7 @@ from allranks.run.events import EventLog
 from allranks.timing import timeline
 from allranks.train import signals
 from allranks.train.build import Rank, build, choose_device, join_world
+from allranks.train.choose_step import rules_of
 from allranks.train.compress import plain_bytes
 from allranks.train.data import Progress
 from allranks.train.loop import PeerFailure, Training, train
@@ -47,7 +48,7 @@ def run(work: Callable[[Rank, Job, torch.device, EventLog], dict[str, Any]]) -> 
 
 def train_task(me: Rank, job: Job, device: torch.device, log: EventLog) -> dict[str, Any]:
     """Train; return the state, and the totals of this attempt. Collective."""
-    training = build(me, job, device, log)
+    training = build(me, job, device, log, rules=rules_of(job, me.layout, device))
     started, before = time.perf_counter(), dataclasses.replace(training.progress)
     state = train(training)
     return {"state": state, **summary(training, time.perf_counter() - started, before)}

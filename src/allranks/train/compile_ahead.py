@@ -1,0 +1,199 @@
+"""Compiles a task's step beside its training, into the cache from which the ranks then take it.
+
+A rank of each node starts `python -m allranks.train.compile_ahead` with its own environment. What
+this process lacks, cores or memory, it must not take from the training: it is the first to go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from allranks.job.job import Job, load_job
+from allranks.layout import Layout
+from allranks.machine.allotted import cpus_allotted
+from allranks.machine.gpus import nvml
+from allranks.machine.processes import die_with_parent
+from allranks.run.folder import RunDir
+from allranks.train.loop import Training
+
+CONTEXT_BYTES = 1 << 30  # of CUDA itself, in a second process
+KEPT_FREE = 0.1  # of a GPU's memory, in case the training needs more
+MOST_SECONDS = 900.0
+OUT_OF_MEMORY = 3  # the exit code
+
+
+class Child(Protocol):
+    """A process that compiles ahead of the ranks of its node."""
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+
+
+class Compiler:
+    """The process that compiles, as the rank that started it sees it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._deadline = time.monotonic() + MOST_SECONDS
+
+    def poll(self) -> int | None:
+        if time.monotonic() > self._deadline:
+            self._process.kill()
+        return self._process.poll()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class NothingToDo:
+    """On a rank whose node has another rank that compiles."""
+
+    def poll(self) -> int:
+        return 0
+
+    def kill(self) -> None:
+        pass
+
+
+def start(t: Training, run: RunDir, log: Path, ranks_here: int, local_rank: int) -> Child | str:
+    """Start to compile in a process of its own; or why there is no room for it."""
+    if local_rank > 0:
+        return NothingToDo()
+    spare = cpus_allotted() - ranks_here * (1 + t.data.num_workers)
+    if spare < 1:
+        return "no CPU core is spare"
+    share = 1.0
+    if t.device.type == "cuda":
+        if is_exclusive(t.device):
+            return "the GPU takes one process only"
+        room = room_on_gpu(t.device)
+        if isinstance(room, str):
+            return room
+        share = room
+    return spawn(run, t.mesh.layout, {"share": share, "ranks": ranks_here}, log, spare)
+
+
+def spawn(run: RunDir, layout: Layout, asked: dict[str, Any], log: Path, cores: int) -> Compiler:
+    command = [sys.executable, "-m", __spec__.name, str(run.path), str(layout), json.dumps(asked)]
+    # Code for a CPU depends on the number of threads that it is for.
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    env = {**os.environ, **threads, "TORCHINDUCTOR_COMPILE_THREADS": str(cores)}
+    with log.open("ab") as output:
+        return Compiler(
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+            )
+        )
+
+
+def is_exclusive(device: torch.device) -> bool:
+    """Whether a GPU takes no second process."""
+    with nvml() as pynvml:
+        if pynvml is None:
+            return False
+        with suppress(pynvml.NVMLError, RuntimeError):
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
+            mode = pynvml.nvmlDeviceGetComputeMode(handle)
+            return bool(mode != pynvml.NVML_COMPUTEMODE_DEFAULT)
+    return False
+
+
+def room_on_gpu(device: torch.device) -> float | str:
+    """The share of a GPU's memory that a second process may take; or why there is none."""
+    free, total = torch.cuda.mem_get_info(device)
+    room = free - KEPT_FREE * total - CONTEXT_BYTES
+    if room < torch.cuda.max_memory_allocated(device):
+        return "the GPU has no memory for a second model"
+    return float(room / total)
+
+
+# --- In the process that compiles ----------------------------------------------------------------
+
+
+def main() -> None:
+    die_with_parent()
+    os.nice(10)
+    with suppress(OSError):  # Linux: if memory runs out, the kernel ends this process first
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    folder, layout, asked = sys.argv[1:]
+    settings = json.loads(asked)
+    job = load_job(RunDir(Path(folder)).job_file, resolved=True)
+    try:
+        for device in devices(settings["ranks"]):
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                torch.cuda.set_per_process_memory_fraction(settings["share"], device)
+            compile_for(job, Layout.parse(layout), device)
+            torch._dynamo.reset()
+    except torch.OutOfMemoryError as error:
+        print(error)
+        sys.exit(OUT_OF_MEMORY)
+
+
+def devices(ranks: int) -> list[torch.device]:
+    """Those of this node's ranks: what is compiled for one GPU is not found for another."""
+    if not torch.cuda.is_available():
+        return [torch.device("cpu")]
+    return [torch.device("cuda", n) for n in range(min(ranks, torch.cuda.device_count()))]
+
+
+def compile_for(job: Job, layout: Layout, device: torch.device) -> None:
+    """Make the passes of a rank of this layout, alone, with the same model and batch."""
+    from allranks.train import build, fast_step, parallelize
+    from allranks.train.data import Progress
+    from allranks.train.mesh import Mesh
+
+    # Exchanges that exchange nothing: the model is divided as on the ranks.
+    if not dist.is_initialized():
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks)
+    mesh = Mesh.of(layout, device)
+    task = build.load_staged_task(job)
+    build.seed_everything(job.seed)
+    me = build.Rank(
+        rank=0,
+        world_size=layout.ranks,
+        local_rank=0,
+        local_world_size=layout.gpus,
+        run=RunDir(Path()),
+        attempt=0,
+        layout=layout,
+        checkpoint="",
+    )
+    data = build.training_data(me, mesh, job, task, task.datasets()["train"], device)
+    autocast = parallelize.autocast(parallelize.resolve_precision(job.precision, device), device)
+    model, _ = build.divided_model(job, mesh, task, data, autocast, None)
+    t: Any = SimpleNamespace(  # what a pass needs of a Training
+        task=task,
+        mesh=mesh,
+        model=model.train(),
+        predict=parallelize.plain(model),
+        data=data,
+        autocast=autocast,
+        norms=parallelize.batch_norms(model),
+        parameters=[p for p in model.parameters() if p.requires_grad],
+    )
+    fast_step.set_compiled(t, False)
+    fast_step.compile_now(t, data.example(Progress()))
+
+
+if __name__ == "__main__":
+    main()

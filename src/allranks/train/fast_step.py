@@ -1,0 +1,389 @@
+"""The forms of a device step besides the plain one: compiled, and replayed as one CUDA graph.
+
+choose_step.py decides which form is used. Whatever is prepared here changes nothing of the
+training, and raises where it does not work. Only `CudaGraph` needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from allranks.timing import timeline
+from allranks.train.data import Batch, MicroBatch
+from allranks.train.loop import (
+    Loss,
+    PerSample,
+    Training,
+    check_losses,
+    clear_gradients,
+    one_step,
+    seed_dropout,
+    update,
+    weighted_losses,
+)
+from allranks.train.optim import set_rate
+from allranks.train.parallelize import buffers_unchanged, plain, without_sync
+from allranks.train.pipeline import Pipeline
+
+MOST_MICRO_BATCHES = 16  # in one graph: more of them keep a GPU busy without
+# Two backward passes may sum in different orders; a rate or a batch that was not followed, or an
+# update that was left out, shows as far more than this.
+LOSS_TOLERANCE, UPDATE_TOLERANCE = 1e-3, 0.05
+COMPILED_TOLERANCE = 0.1  # of a loss: other dropout masks, and sums in another order
+
+
+class Refused(Exception):
+    """A form of the step that cannot be used for this training, and why."""
+
+
+# --- Compiled ------------------------------------------------------------------------------------
+
+
+def model_and_loss(model: nn.Module, loss: Loss) -> Callable[[Any, Any], PerSample]:
+    """The losses of inputs and targets, as one function."""
+
+    def losses(inputs: Any, targets: Any) -> PerSample:
+        return loss(model(inputs), targets)
+
+    return losses
+
+
+def with_outputs(
+    predict: Callable[[Any], Any], loss: Loss
+) -> Callable[[Any, Any], tuple[Any, PerSample]]:
+    """The outputs and losses of inputs and targets, as one function."""
+
+    def evaluated(inputs: Any, targets: Any) -> tuple[Any, Any]:
+        outputs = predict(inputs)  # None on a rank without the last stage of a pipeline
+        return outputs, None if outputs is None else loss(outputs, targets)
+
+    return evaluated
+
+
+def set_compiled(t: Training, compiled: bool, pipeline: Pipeline | None = None) -> None:
+    """Compile model and loss in their next passes, or leave them as they are from now on.
+
+    One rank compiles them as one function. Several compile each by itself, and the model inside
+    DDP, which divides its graph by buckets, so that they are exchanged during the backward pass.
+    """
+    inner, is_alone = plain(t.model), t.mesh.world.size == 1
+    inner._compiled_call_impl = None
+    t.loss = t.task.loss
+    if compiled and not is_alone:
+        (pipeline or inner).compile()
+        t.loss = torch.compile(t.loss)
+    t.losses, t.evaluated = model_and_loss(t.model, t.loss), with_outputs(t.predict, t.loss)
+    if compiled and is_alone:
+        t.losses, t.evaluated = torch.compile(t.losses), torch.compile(t.evaluated)
+
+
+def compile_now(t: Training, micro: MicroBatch) -> None:
+    """Compile for training and for evaluation, by passes that change and exchange nothing.
+
+    Raises what the compiler raises, or Refused if the losses are not those of the plain model.
+    """
+    plain_loss = rehearsed_loss(t, micro)
+    set_compiled(t, True)
+    loss = rehearsed_loss(t, micro)
+    if not torch.allclose(loss, plain_loss, COMPILED_TOLERANCE, 1e-6, equal_nan=True):
+        raise Refused(f"compiled, the loss is {loss:.6g} instead of {plain_loss:.6g}")
+    evaluate_once(t, micro)
+
+
+def evaluate_once(t: Training, micro: MicroBatch) -> None:
+    """A pass as in an evaluation, for nothing but to compile it."""
+    t.model.eval()
+    try:
+        with torch.no_grad(), t.autocast:
+            t.evaluated(micro.inputs, micro.targets)
+    finally:
+        t.model.train()
+
+
+def rehearsed_loss(t: Training, micro: MicroBatch) -> Tensor:
+    """The mean loss of a micro-batch, by a pass that changes nothing on this rank alone."""
+    with without_sync(t.model):
+        losses = pass_without_weight(t.model, lambda one: weighted_losses(t, one)[0], micro)
+    clear_gradients(t)
+    return losses.detach().mean()
+
+
+def pass_without_weight(
+    model: nn.Module, losses_of: Callable[[MicroBatch], PerSample], micro: MicroBatch
+) -> Tensor:
+    """A forward and a backward pass that changes nothing but gradients. Collective."""
+    with buffers_unchanged(model):
+        losses = check_losses(losses_of(micro), len(micro.weights))
+        losses.backward(torch.zeros_like(losses))
+    return losses
+
+
+# --- Replayed ------------------------------------------------------------------------------------
+
+
+class Graph(Protocol):
+    """What records the work of a device, and repeats it on what is in the same memory then."""
+
+    def capture(self, work: Callable[[], Tensor | None]) -> Tensor | None: ...
+    def replay(self) -> None: ...
+    def record_event(self) -> timeline.DeviceEvent | None: ...
+    def settle(self) -> None: ...  # wait for the device
+    def no_room(self) -> str | None: ...  # why a launched step may no longer fit in memory
+
+
+class CudaGraph:
+    """Kernels of a GPU, recorded once and launched together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = torch.cuda.graph_pool_handle()
+        # What a launched step takes besides what stays: the graph has as much of its own.
+        peak, stays = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        self._step_bytes = peak - stays
+
+    def capture(self, work: Callable[[], Tensor | None]) -> Tensor | None:
+        """Record, but do not do, the work. Random numbers follow the generator's seed at replay."""
+        stream = torch.cuda.current_stream(self.device)
+        try:
+            # Other threads may go on calling CUDA: data loading, for instance.
+            with torch.cuda.graph(self._graph, self._pool, capture_error_mode="thread_local"):
+                return work()
+        except BaseException:
+            self._recover(stream)
+            raise
+
+    def _recover(self, stream: torch.cuda.Stream) -> None:
+        """After a capture that failed, torch still thinks that it is under way."""
+        torch.cuda.set_stream(stream)
+        index: int = self.device.index
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        fresh = torch.Generator(self.device)
+        torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def record_event(self) -> timeline.DeviceEvent:
+        """An event that is recorded again in every replay."""
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def no_room(self) -> str | None:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if free >= self._step_bytes:
+            return None
+        return f"a step takes {self._step_bytes >> 20:,} MiB beside it, {free >> 20:,} are free"
+
+
+class GraphStep:
+    """The device step as one graph. A batch of another shape is stepped without it."""
+
+    def __init__(self, t: Training, batch: Batch, graph: Graph) -> None:
+        self._graph = graph
+        self._batch = batch._replace(micro_batches=iter(()))
+        leaves, self._structure = tree_flatten(list(batch.micro_batches))
+        if not all(isinstance(leaf, Tensor) and leaf.device == t.device for leaf in leaves):
+            raise Refused("a batch has parts that are not tensors on the device")
+        self._static = [leaf.clone() for leaf in leaves]
+        self._given: list[Any] = leaves
+        self._kept = RehearsedLosses()
+        self._loss: Tensor | None = None
+        self._shares: dict[str, float] = {}
+
+    def __call__(self, t: Training, batch: Batch, want_loss: bool) -> Tensor | None:
+        micros = list(batch.micro_batches)
+        if not self._fill(micros):
+            return one_step(t, batch._replace(micro_batches=iter(micros)), want_loss)
+        t.checkpointer.finish_copying()
+        if timeline.current is not None:
+            timeline.current.mark(timeline.REPLAY, (self._shares,))
+        self._graph.replay()
+        for hook in list(optimizer_hooks._global_optimizer_post_hooks.values()):
+            hook(t.optimizer, (), {})  # a replay calls none: the probe must see the step
+        # Copies, since the next replay writes to the same memory.
+        for losses in self._kept:
+            t.meter.own.keep(t.progress.step + 1, losses.clone())
+        assert self._loss is not None
+        return self._loss.clone() if want_loss else None
+
+    def _fill(self, micros: list[MicroBatch]) -> bool:
+        """Copy a batch to where the graph reads it; False if it has another shape."""
+        leaves, structure = tree_flatten(micros)
+        if structure != self._structure or any(
+            new.shape != static.shape or new.dtype != static.dtype
+            for new, static in zip(leaves, self._static, strict=True)
+        ):
+            return False
+        for new, given, static in zip(leaves, self._given, self._static, strict=True):
+            if new is not given:  # the weights are the same tensors from step to step
+                static.copy_(new)
+        self._given = leaves
+        return True
+
+    def launched(self, t: Training) -> Tensor | None:
+        """The step that the graph records, launched kernel by kernel."""
+        self._kept.clear()
+        loss = t.forward_backward(
+            t, self._batch._replace(micro_batches=self._micro_batches()), True
+        )
+        timeline.mark(timeline.OPTIMIZER)
+        update(t)
+        timeline.mark(timeline.OTHER)
+        return loss
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        for micro in tree_unflatten(self._static, self._structure):
+            timeline.mark(timeline.FORWARD)
+            yield micro
+
+    def rehearse(self, t: Training) -> None:
+        """Capture, and compare a replay with a launched step. Changes nothing; raises why not."""
+        before = [tensor.clone() for tensor in changing(t)]
+        step = t.progress.step + 1
+        try:
+            with rehearsal(t, self._kept):
+                seed_dropout(t, step)
+                with without_waiting(t.device):
+                    loss = self.launched(t)
+                assert loss is not None
+                expected = [loss.clone(), *(p.detach().clone() for p in t.parameters)]
+                put_back(t, before)
+                # Captured with another rate and seed, so that one that is not followed shows.
+                set_rate(t.optimizer, 0.0)
+                seed_dropout(t, 0)
+                with marks_apart(self._graph.record_event) as marks:
+                    self._loss = self._graph.capture(lambda: self.launched(t))
+                put_back(t, before)
+                t.schedule.set(t.optimizer, step)
+                seed_dropout(t, step)
+                self._graph.replay()
+                self._graph.settle()
+                assert self._loss is not None
+                found = [self._loss, *(p.detach() for p in t.parameters)]
+                compare(found, expected, before[: len(t.parameters)])
+                self._shares = timeline.shares(marks)
+        finally:
+            clear_gradients(t)
+            put_back(t, before)
+            t.schedule.set(t.optimizer, step)
+            seed_dropout(t, step)
+        del before
+        if (why := self._graph.no_room()) is not None:
+            raise Refused(why)
+
+
+class RehearsedLosses(list[Tensor]):
+    """In place of the meter's OwnLosses: the losses of each micro-batch in a rehearsed step."""
+
+    def keep(self, step: int, losses: Tensor) -> None:
+        self.append(losses.detach())
+
+
+def graph_refused(t: Training) -> str | None:
+    """Why the step of this training cannot be one graph, as far as that shows in advance."""
+    cut = t.data.cut
+    if t.mesh.world.size > 1:
+        return "several ranks exchange gradients"
+    if t.scaler is not None:
+        return "fp16 looks at its gradients on the host"
+    if not t.data.pads:
+        return "batches differ in shape"
+    if len(cut.micro_batches(0, cut.batch_size)) > MOST_MICRO_BATCHES:
+        return f"a step has more than {MOST_MICRO_BATCHES} micro-batches"
+    return None
+
+
+def changing(t: Training) -> list[Tensor]:
+    """Every tensor that a step changes: trained parameters first."""
+    state = (value for of in t.optimizer.state.values() for value in of.values())
+    tensors = [*t.parameters, *t.model.buffers(), *(v for v in state if isinstance(v, Tensor))]
+    return [tensor.detach() for tensor in tensors]
+
+
+def put_back(t: Training, before: list[Tensor]) -> None:
+    for tensor, old in zip(changing(t), before, strict=True):
+        tensor.copy_(old)
+
+
+def compare(found: list[Tensor], expected: list[Tensor], before: list[Tensor]) -> None:
+    """Raise if a replayed step is not the launched one. The loss comes first, then parameters."""
+    loss, replayed = float(expected[0]), float(found[0])
+    if not abs(replayed - loss) <= LOSS_TOLERANCE * abs(loss) + 1e-6:
+        raise Refused(f"replayed, the loss is {replayed:.6g} instead of {loss:.6g}")
+    update, error = distance(expected[1:], before), distance(expected[1:], found[1:])
+    if not error <= UPDATE_TOLERANCE * update:
+        raise Refused(f"replayed, the update differs by {error / max(update, 1e-30):.0%}")
+
+
+def distance(tensors: list[Tensor], others: list[Tensor]) -> float:
+    norms = [(a - b).float().norm() for a, b in zip(tensors, others, strict=True)]
+    return float(torch.stack(norms).norm())
+
+
+@contextmanager
+def rehearsal(t: Training, kept: RehearsedLosses) -> Iterator[None]:
+    """What is stepped in here is no step of the training: no hook and no meter sees it."""
+    hooks: tuple[dict[int, Any], ...] = (
+        optimizer_hooks._global_optimizer_pre_hooks,
+        optimizer_hooks._global_optimizer_post_hooks,
+    )
+    kept_hooks = [dict(of) for of in hooks]
+    own = t.meter.own
+    t.meter.own = kept  # type: ignore[assignment]
+    for of in hooks:
+        of.clear()
+    t.meter.log.pause(True)  # nothing may ask the device anything during a capture
+    try:
+        yield
+    finally:
+        t.meter.log.pause(False)
+        t.meter.own = own
+        for of, before in zip(hooks, kept_hooks, strict=True):
+            of.update(before)
+
+
+@contextmanager
+def marks_apart(record_event: Callable[[], Any]) -> Iterator[list[timeline.Mark]]:
+    """The marks that are made in here, with events of another kind; the timeline forgets them."""
+    marks: list[timeline.Mark] = []
+    current = timeline.current
+    if current is None:
+        yield marks
+        return
+    number, before = len(current.marks), current.record_event
+    if before is not None:
+        current.record_event = record_event
+    try:
+        yield marks
+    finally:
+        current.record_event = before
+        marks += current.marks[number:]
+        del current.marks[number:]
+
+
+@contextmanager
+def without_waiting(device: torch.device) -> Iterator[None]:
+    """Raise where the host waits for a GPU, which would spoil a capture beyond repair."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
