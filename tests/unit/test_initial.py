@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from allranks.tasks.language import Language
 from allranks.train import initial
@@ -98,6 +99,13 @@ def test_small_models_are_built_as_ever(monkeypatch: pytest.MonkeyPatch) -> None
     assert recording is None
     found = model.state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_dry_run_is_not_recorded() -> None:
+    with FakeTensorMode():
+        model, recording = initial.fresh_model(Language().model, seed=0)
+    assert recording is None
+    assert all(isinstance(parameter, FakeTensor) for parameter in model.parameters())
 
 
 def test_what_cannot_be_recorded_is_built(capsys: pytest.CaptureFixture[str]) -> None:
