@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from allranks.tasks.language import Language
 from allranks.train import initial
@@ -22,9 +23,10 @@ class Odd(nn.Module):
         super().__init__()
         self.linear = nn.Linear(10, 20)
         nn.init.orthogonal_(self.linear.weight)
+        self.largest = self.linear.weight.max().item()
         self.embedding = nn.Embedding(7, 4, padding_idx=2)
         self.convolution = nn.Conv2d(2, 3, 3)
-        nn.init.trunc_normal_(self.convolution.weight, std=0.1)
+        nn.init.trunc_normal_(self.convolution.weight, std=0.1, a=-0.1, b=0.1)
         self.norm = nn.BatchNorm2d(3)
         self.scaled = nn.Parameter(torch.randn(500, 5) * 0.02 + 1)
         self.doubled = nn.Parameter(self.linear.weight.detach().clone() * 2)
@@ -54,7 +56,8 @@ def test_every_way_of_making_weights_is_repeated() -> None:
     assert torch.equal(model.doubled, 2 * weight)
     assert not model.embedding.weight[2].any()
     assert model.tied.weight is model.embedding.weight
-    assert model.convolution.weight.abs().max() <= 2
+    assert 0.05 < model.convolution.weight.abs().max() <= 0.1
+    assert model.largest == weight.max()
     assert model.scaled.mean().item() == pytest.approx(1, abs=0.01)
     assert model.scaled.std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(model.mask, torch.tril(torch.ones(4, 4)))
@@ -98,13 +101,21 @@ def test_small_models_are_built_as_ever(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_a_dry_run_is_not_recorded() -> None:
+    with FakeTensorMode():
+        model, recording = initial.fresh_model(Language().model, seed=0)
+    assert recording is None
+    assert all(isinstance(parameter, FakeTensor) for parameter in model.parameters())
+
+
 def test_what_cannot_be_recorded_is_built(capsys: pytest.CaptureFixture[str]) -> None:
     class Numbers(nn.Linear):
         def reset_parameters(self) -> None:
             super().reset_parameters()
-            self.largest = self.weight.max().item()
+            self.weights = self.weight.tolist()
 
     model, recording = initial.fresh_model(lambda: Numbers(3, 3), seed=0)
     assert recording is None
+    assert isinstance(model, Numbers)
     assert not model.weight.is_meta
     assert "every rank builds the whole model" in capsys.readouterr().out
