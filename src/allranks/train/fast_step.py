@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from allranks.tasks import Task
 from allranks.timing import timeline
 from allranks.train.data import Batch, MicroBatch
 from allranks.train.loop import (
@@ -29,7 +30,7 @@ from allranks.train.loop import (
     weighted_losses,
 )
 from allranks.train.optim import set_rate
-from allranks.train.parallelize import buffers_unchanged, plain, without_sync
+from allranks.train.parallelize import batch_norms, buffers_unchanged, plain, without_sync
 from allranks.train.pipeline import Pipeline
 
 MOST_MICRO_BATCHES = 16  # in one graph: more of them keep a GPU busy without
@@ -37,6 +38,9 @@ MOST_MICRO_BATCHES = 16  # in one graph: more of them keep a GPU busy without
 # update that was left out, shows as far more than this.
 LOSS_TOLERANCE, UPDATE_TOLERANCE = 1e-3, 0.05
 COMPILED_TOLERANCE = 0.1  # of a loss: other dropout masks, and sums in another order
+# A last block that makes at least so many numbers of each that it gets, as those of language models
+# do, is compiled for parts of the batch in turn: all its outputs at once would be slow to move.
+WIDE, PARTS = 16, 4
 
 
 class Refused(Exception):
@@ -53,6 +57,34 @@ def model_and_loss(model: nn.Module, loss: Loss) -> Callable[[Any, Any], PerSamp
         return loss(model(inputs), targets)
 
     return losses
+
+
+def losses_in_parts(task: Task, model: nn.Module) -> Callable[[Any, Any], PerSample]:
+    """The losses of inputs and targets as one function; in parts if the last block is wide."""
+    blocks = None if task.couples_samples else task.blocks(model)
+    if not blocks or not is_wide(blocks[-1]):
+        return model_and_loss(model, task.loss)
+    *body, last = blocks
+
+    def losses(inputs: Any, targets: Any) -> PerSample:
+        values = inputs
+        for block in body:
+            values = block(values)
+        if not isinstance(targets, Tensor) or len(targets) % PARTS:
+            return task.loss(last(values), targets)
+        pairs = zip(values.chunk(PARTS), targets.chunk(PARTS), strict=True)
+        parts: list[Any] = [task.loss(last(value), target) for value, target in pairs]
+        if isinstance(parts[0], tuple):
+            kinds = zip(*parts, strict=True)  # losses, and the task's own weights
+            return torch.cat(next(kinds)), torch.cat(next(kinds))
+        return torch.cat(parts)
+
+    return losses
+
+
+def is_wide(block: nn.Module) -> bool:
+    shapes = [parameter.shape for parameter in block.parameters() if parameter.dim() == 2]
+    return not batch_norms(block) and any(rows >= WIDE * columns for rows, columns in shapes)
 
 
 def with_outputs(
@@ -81,7 +113,8 @@ def set_compiled(t: Training, compiled: bool, pipeline: Pipeline | None = None) 
         t.loss = torch.compile(t.loss)
     t.losses, t.evaluated = model_and_loss(t.model, t.loss), with_outputs(t.predict, t.loss)
     if compiled and is_alone:
-        t.losses, t.evaluated = torch.compile(t.losses), torch.compile(t.evaluated)
+        t.losses = torch.compile(losses_in_parts(t.task, t.model))
+        t.evaluated = torch.compile(t.evaluated)
 
 
 def compile_now(t: Training, micro: MicroBatch) -> None:
