@@ -134,7 +134,7 @@ class Pipeline(Section):
     )
     micro_batches: PositiveInt | None = Field(
         default=None,
-        description="per batch; null: from micro_batch_size, or 4 per stage; 1: stages take turns",
+        description="null: from micro_batch_size, or 4 per stage; 1: stages take turns",
     )
 
 
