@@ -236,6 +236,7 @@ class GraphStep:
         self._kept = RehearsedLosses()
         self._loss: Tensor | None = None
         self._shares: dict[str, float] = {}
+        self._marks: list[timeline.Mark] = []
 
     def __call__(self, t: Training, batch: Batch, want_loss: bool) -> Tensor | None:
         micros = list(batch.micro_batches)
@@ -309,6 +310,7 @@ class GraphStep:
                 found = [self._loss, *(p.detach() for p in t.parameters)]
                 compare(found, expected, before[: len(t.parameters)])
                 self._shares = timeline.shares(marks)
+                self._marks = marks  # every replay records their events: they must live as long
         finally:
             clear_gradients(t)
             put_back(t, before)

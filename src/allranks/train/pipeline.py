@@ -428,7 +428,7 @@ class Pipeline:
         group = self.ranks.group
         values = None
         for stage in self.stages:
-            received: tuple[Tensor, ...] = ()
+            received: tuple[Tensor, ...] = (self._ticks[:1],)  # FSDP of torch 2.11 wants one
             if not stage.is_first:
                 if not is_known:
                     shapes: list[Any] = [None]
