@@ -6,6 +6,7 @@ training, and raises where it does not work. Only `CudaGraph` needs a GPU.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -417,7 +418,9 @@ def without_waiting(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode does not see every wait
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
