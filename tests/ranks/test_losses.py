@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from allranks.layout import Layout
 from allranks.tasks import Task
 from allranks.train.data import Cut, Progress, TrainingData
+from allranks.train.fast_step import model_and_loss
 from allranks.train.loop import Training, forward_backward
 from allranks.train.mesh import Mesh
 from allranks.train.parallelize import batch_norms, parallelize, plain
@@ -72,7 +73,7 @@ def epoch(task: str, batch_size: int, micro: int | None, norm: bool) -> list[lis
     data = TrainingData(dataset(), TASKS[task](), cut, seed=0, device=cpu)
     parts = SimpleNamespace(
         task=TASKS[task](),
-        loss=TASKS[task]().loss,
+        losses=model_and_loss(model, TASKS[task]().loss),
         mesh=mesh,
         together=mesh.data,
         model=model,
