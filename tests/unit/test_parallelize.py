@@ -18,6 +18,7 @@ from allranks.train.parallelize import (
     SynchronisedBatchNorm,
     autocast,
     batch_norms,
+    norms_count,
     parallelize,
     plain,
     resolve_precision,
@@ -64,6 +65,24 @@ def test_recomputed_activations_give_the_same_gradients(
     assert gradients.keys() == others.keys()
     for name in gradients:
         torch.testing.assert_close(others[name], gradients[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_recomputed_norms_count_the_samples_that_they_counted(checkpointing: Checkpointing) -> None:
+    torch.manual_seed(0)
+    inputs, counted = torch.randn(5, 4), torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])
+
+    def gradients(of: nn.Module, kind: Checkpointing) -> list[Tensor]:
+        model = parallelize(copy.deepcopy(of), Mesh(), CPU, activation_checkpointing=kind)
+        with norms_count(batch_norms(model), counted):
+            loss = model(inputs).square()[:3].mean()
+        loss.backward()  # recomputes what was counted, when something else may be counted
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+    model = nn.Sequential(block, copy.deepcopy(block))
+    torch.testing.assert_close(gradients(model, checkpointing), gradients(model, "off"))
 
 
 @pytest.mark.usefixtures("alone")
