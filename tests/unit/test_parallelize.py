@@ -8,8 +8,10 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from allranks.errors import AllranksError
+from allranks.layout import NESTING, Layout
 from allranks.tasks.digits import Digits
 from allranks.tasks.language import Language
 from allranks.train.checkpoint import model_tensors, named_parameters
@@ -22,6 +24,7 @@ from allranks.train.parallelize import (
     parallelize,
     plain,
     resolve_precision,
+    shard,
     synchronise_batch_norm,
     without_sync,
 )
@@ -110,6 +113,31 @@ def test_one_rank_needs_no_wrapper() -> None:
     with without_sync(model):
         model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
+
+
+# --- Shards -------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__(2, 2)
+        self.scale = nn.Parameter(scale)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("scale", "why"),
+    [
+        (torch.tensor(1.0), "scalar parameters. Change scale to a 1D tensor"),
+        (torch.ones(1).double(), "weights of torch.float32 and torch.float64 would be sent"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(scale: Tensor, why: str) -> None:
+    devices = DeviceMesh("cpu", [[[[0]]]], mesh_dim_names=NESTING)
+    with pytest.raises(AllranksError) as raised:
+        shard(Scaled(scale), [], Mesh(layout=Layout(1, 2, fsdp=2), devices=devices), None)
+    assert why in raised.value.what
+    assert raised.value.fix == "change the model, or write --layout 1x2"
 
 
 # --- BatchNorm ----------------------------------------------------------------------------------

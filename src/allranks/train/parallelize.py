@@ -131,11 +131,24 @@ def shard(
     assert mesh.devices is not None
     axes = mesh.devices["dp", "fsdp"] if mesh.layout.dp > 1 else mesh.devices["fsdp"]
     own = set(model.modules())
+    divided: set[nn.Parameter] = set()
     for module in (*(block for block in blocks if block in own), model):
         fill(module, recording)
         module.register_forward_hook(_without_views)  # before FSDP's own
-        # A stage is called many times in a row: it would gather its shards every time.
-        fully_shard(module, mesh=axes, reshard_after_forward=mesh.layout.pp == 1)
+        together = {p.dtype for p in module.parameters() if p.requires_grad and p not in divided}
+        try:
+            if len(together) > 1:
+                types = " and ".join(sorted(map(str, together)))
+                raise ValueError(f"weights of {types} would be sent together")
+            # A stage is called many times in a row: it would gather its shards every time.
+            fully_shard(module, mesh=axes, reshard_after_forward=mesh.layout.pp == 1)
+        except (ValueError, NotImplementedError) as error:
+            layout = mesh.layout
+            raise AllranksError(
+                f"layout {layout} cannot divide the model: {error}",
+                fix=f"change the model, or write --layout {layout.nodes}x{layout.gpus}",
+            ) from error
+        divided.update(module.parameters())
 
 
 def _without_views(module: nn.Module, inputs: object, outputs: Any) -> Any:
@@ -241,7 +254,9 @@ def checkpoint_activations(model: nn.Module, *, selective: bool) -> None:
         )
     for name, block in list(blocks.named_children()):
         norms = batch_norms(block)
-        contexts = {"context_fn": partial(_contexts, norms, selective)} if norms or selective else {}
+        contexts = (
+            {"context_fn": partial(_contexts, norms, selective)} if norms or selective else {}
+        )
         setattr(blocks, name, checkpoint_wrapper(block, **contexts))
 
 
