@@ -434,6 +434,6 @@ def test_evaluation_can_be_repeated_with_workers() -> None:
 def test_losses_of_any_type_are_weighted(of_weights: torch.dtype, of_losses: torch.dtype) -> None:
     weights, losses = torch.ones(3, dtype=of_weights), torch.ones(3, dtype=of_losses)
     micro = MicroBatch(None, None, weights, weights)
-    for given in (losses, (losses, losses)):
-        found, weighted, _ = weigh(given, micro)
+    for one in (losses, (losses, losses)):
+        found, weighted, _ = weigh(one, micro)
         assert torch.dot(found, weighted) == 3 and found.dtype == of_weights

@@ -316,6 +316,12 @@ def _names_of_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     """Parameters and buffers with their names in the state dict: several if they are tied."""
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise AllranksError(
+                f"the model's state dict has {name}, a {type(value).__name__}: a checkpoint has "
+                "nothing but tensors",
+                fix="make a tensor of it, or leave it out of the state dict",
+            )
         found.setdefault(id(value), (value, []))[1].append(name)
     return list(found.values())
 
@@ -372,10 +378,18 @@ def load(
     allocate_state(optimizer)
     reader = TensorReader(commit.path, manifest["files"])
     stored = reader.kinds()
-    wanted = {}
+    tied = {f"model.{name}": f"model.{first}" for name, first in manifest.get("tied", {}).items()}
+    wanted: Tensors = {}
+    untied: list[tuple[Tensor, str]] = []
     for name, tensor in training_tensors(model, optimizer).items():
+        if name not in stored:
+            # Buffers under several names are one tensor on a CPU, but several on a GPU.
+            name = tied.get(name, name)
         if name.startswith("optimizer.") and name not in stored:
             continue  # with --force it may be another optimizer than the one that was saved
+        if name in wanted:
+            untied.append((tensor, name))
+            continue
         shape = stored[name][1] if name in stored else "no such tensor"
         if shape != tuple(tensor.shape):
             raise AllranksError(
@@ -385,6 +399,8 @@ def load(
             )
         wanted[name] = tensor
     read_into(wanted, reader)
+    for tensor, name in untied:
+        tensor.copy_(wanted[name])
     progress = Progress(**{key: manifest[key] for key in Progress.__dataclass_fields__})
     return progress, manifest
 
