@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from allranks.errors import AllranksError
+from allranks.job.job import parse_job
 from allranks.layout import NESTING, Layout
 from allranks.tasks.digits import Digits
 from allranks.tasks.language import Language
+from allranks.train import build
 from allranks.train.checkpoint import model_tensors, named_parameters
 from allranks.train.mesh import Mesh, Ranks
 from allranks.train.parallelize import (
@@ -138,6 +143,19 @@ def test_what_cannot_be_sharded_is_refused(scale: Tensor, why: str) -> None:
         shard(Scaled(scale), [], Mesh(layout=Layout(1, 2, fsdp=2), devices=devices), None)
     assert why in raised.value.what
     assert raised.value.fix == "change the model, or write --layout 1x2"
+
+
+@pytest.mark.usefixtures("alone")
+def test_groups_of_a_mesh_wait_as_long_as_the_job_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, timedelta(seconds=1))  # and put back
+    monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
+    me: Any = None  # of no use here
+    build.join_world(me, parse_job({"timeout": "77s"}), CPU)
+    DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
+    groups = [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    waits = [group._get_backend(CPU).options._timeout for group in (*groups, dist.new_group([0]))]
+    assert set(waits) == {timedelta(seconds=77)}
 
 
 # --- BatchNorm ----------------------------------------------------------------------------------
