@@ -76,6 +76,7 @@ class Checkpointer:
         self._copied = threading.Event()
         self._copied.set()
         shared, _ = self._tensors()
+        self._planned = set(shared)  # also what this rank has nothing of
         self._parts = parts_of(shared)
         held = {part: local(shared[part[0]]).nbytes for part in self._parts}
         everyones: list[Any] = [None] * self.world_size
@@ -146,10 +147,9 @@ class Checkpointer:
     def _share(self) -> Tensors:
         """The tensors that this rank will write, or its parts of them."""
         shared, own = self._tensors()
-        planned = {name for name, _ in self._parts}
         # What has come since is whole, and on all ranks.
         later: dict[tuple[str, tuple[int, ...]], int] = {
-            (name, ()): t.nbytes for name, t in shared.items() if name not in planned
+            (name, ()): t.nbytes for name, t in shared.items() if name not in self._planned
         }
         mine = [*self._mine, *share_of_parts([later] * self.world_size, self.rank)]
         return {name: local(shared[name]) for name, _ in mine} | own
