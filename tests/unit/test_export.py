@@ -110,6 +110,7 @@ def test_another_step_a_damaged_one_and_what_is_refused(tmp_path: Path) -> None:
     assert (written["step"], len(written["remarks"])) == (3, 1)
     assert read(target)["norm.weight"].tolist() == [3.0] * 4
     assert "exists already" in refused()
+    assert f"{tmp_path}/no is not a folder: mkdir -p" in refused(tmp_path / "no" / "a.safetensors")
     run.job_file.write_text("command: python train.py\nlast: out/last.ckpt\n")
     other = tmp_path / "other.safetensors"
     assert "trained a script, which writes its own files" in refused(other)
