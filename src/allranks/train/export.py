@@ -22,6 +22,7 @@ from allranks.train.checkpoint import read_into
 from allranks.train.storage import TensorReader, write_tensor
 
 TYPES = {
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
