@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from tests.faults import newest_weights, same_bits
 from tests.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from allranks.job.job import parse_job
 from allranks.layout import Layout
@@ -22,8 +25,9 @@ from allranks.run.commits import commits
 from allranks.run.events import EventLog, read_events
 from allranks.run.folder import RunDir
 from allranks.train import build, loop, storage
-from allranks.train.checkpoint import Checkpointer, training_tensors
-from allranks.train.optim import local
+from allranks.train.checkpoint import Checkpointer, Tensors, load, training_tensors
+from allranks.train.data import Progress
+from allranks.train.optim import allocate_state, local
 from allranks.train.parallelize import plain
 
 pytestmark = pytest.mark.ranks
@@ -155,3 +159,37 @@ def test_ranks_that_hold_nothing_of_a_tensor_move_too(tmp_path: Path) -> None:
     losses = trained(("1x3:fsdp=3", "1x2:fsdp=2"), tmp_path / "moving", DIGITS)
     assert losses == pytest.approx(trained(("1x1",), tmp_path / "one", DIGITS, 2 * STEPS), rel=1e-4)
     assert all(math.isfinite(loss) for loss in losses)
+
+
+def tiny_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shards of a model with more ranks than rows."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(5)], nn.Linear(1, 7))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    allocate_state(optimizer)
+    return model, optimizer
+
+
+def save_and_load(folder: Path) -> tuple[Tensors, Tensors]:
+    saved, loaded = tiny_model(0), tiny_model(1)
+    log = EventLog(folder / f"rank-{dist.get_rank()}.jsonl")
+    group = dist.group.WORLD
+    assert group is not None
+    checkpointer = Checkpointer(folder / "checkpoints", *saved, keep=1, group=group, log=log)
+    checkpointer.save(Progress(step=1), {"metrics": []})
+    checkpointer.finish()
+    log.close()
+    dist.barrier()
+    load(commits(folder / "checkpoints")[0], *loaded)
+    before, after = (
+        {name: local(tensor) for name, tensor in training_tensors(*one).items()}
+        for one in (saved, loaded)
+    )
+    return before, after
+
+
+def test_tensors_with_fewer_rows_than_ranks_come_back(tmp_path: Path) -> None:
+    for before, after in run_ranks(save_and_load, 3, tmp_path, tmp_path):
+        assert same_bits(before, after)
+    assert len(newest_weights(tmp_path)[1]) == 12 + 3 * 12

@@ -35,6 +35,7 @@ from allranks.train.checkpoint import (
     Part,
     copy_on_one_core,
     load,
+    named_parameters,
     share_of_parts,
     training_tensors,
 )
@@ -109,6 +110,38 @@ def reseal(commit: Commit) -> None:
 
 
 # --- There and back -----------------------------------------------------------------------------
+
+
+def with_shared_buffer() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    buffer = torch.arange(3.0)
+    for module in model:
+        module.register_buffer("shared", buffer)
+    return model
+
+
+def test_a_buffer_of_two_modules_comes_back_where_it_has_become_two(
+    tmp_path: Path, log: EventLog
+) -> None:
+    model = with_shared_buffer()
+    checkpointer = saver(tmp_path / "checkpoints", model, torch.optim.SGD(model.parameters()), log)
+    checkpointer.save(Progress(step=1), {"metrics": []})
+    checkpointer.finish()
+    checkpointer._thread.shutdown()
+    other = with_shared_buffer()
+    for module in other:
+        module.shared = torch.zeros(3)  # as `other.to("cuda")` does
+    load(commits(tmp_path / "checkpoints")[0], other, torch.optim.SGD(other.parameters()))
+    assert [buffer.tolist() for buffer in other.buffers()] == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_a_state_that_is_no_tensor_is_refused() -> None:
+    class Stateful(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"seen": 1}
+
+    with pytest.raises(AllranksError, match="state dict has _extra_state, a dict"):
+        named_parameters(Stateful(2, 2))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

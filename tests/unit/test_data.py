@@ -17,8 +17,8 @@ from torch import Generator, Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from allranks.tasks import Task
-from allranks.train.data import Batch, Cut, EvaluationData, Progress, TrainingData
-from allranks.train.loop import advance
+from allranks.train.data import Batch, Cut, EvaluationData, MicroBatch, Progress, TrainingData
+from allranks.train.loop import advance, weigh
 
 CPU = torch.device("cpu")
 LAYOUTS = [(1, None), (2, None), (4, None), (2, 3), (3, 1), (7, None)]  # ranks, micro-batch size
@@ -427,3 +427,13 @@ def test_evaluation_can_be_repeated_with_workers() -> None:
     data = EvaluationData(Numbers(23), Cut(4, 0, 1), device=CPU, num_workers=1)
     passes = [[i for _, targets, n in data for i in targets[:n].tolist()] for _ in range(2)]
     assert passes == [list(range(23))] * 2
+
+
+@pytest.mark.parametrize("of_weights", [torch.float32, torch.float64])
+@pytest.mark.parametrize("of_losses", [torch.bfloat16, torch.float32, torch.float64])
+def test_losses_of_any_type_are_weighted(of_weights: torch.dtype, of_losses: torch.dtype) -> None:
+    weights, losses = torch.ones(3, dtype=of_weights), torch.ones(3, dtype=of_losses)
+    micro = MicroBatch(None, None, weights, weights)
+    for one in (losses, (losses, losses)):
+        found, weighted, _ = weigh(one, micro)
+        assert torch.dot(found, weighted) == 3 and found.dtype == of_weights

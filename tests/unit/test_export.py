@@ -19,7 +19,13 @@ from allranks.train.checkpoint import Checkpointer
 from allranks.train.data import Progress
 from allranks.train.export import export
 
-TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "BOOL": torch.bool}
+TYPES = {
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
 
 
 class Mixed(nn.Module):
@@ -32,6 +38,7 @@ class Mixed(nn.Module):
         self.second.weight = self.first.weight
         self.norm = nn.BatchNorm1d(4)
         self.narrow = nn.Parameter(torch.randn(3).bfloat16())
+        self.waves = nn.Parameter(torch.randn(3, dtype=torch.complex64))
         self.register_buffer("mask", torch.tensor([True, False, True]))
         self.register_buffer("nothing", torch.zeros(0, 3))
 
@@ -110,6 +117,7 @@ def test_another_step_a_damaged_one_and_what_is_refused(tmp_path: Path) -> None:
     assert (written["step"], len(written["remarks"])) == (3, 1)
     assert read(target)["norm.weight"].tolist() == [3.0] * 4
     assert "exists already" in refused()
+    assert f"{tmp_path}/no is not a folder: mkdir -p" in refused(tmp_path / "no" / "a.safetensors")
     run.job_file.write_text("command: python train.py\nlast: out/last.ckpt\n")
     other = tmp_path / "other.safetensors"
     assert "trained a script, which writes its own files" in refused(other)

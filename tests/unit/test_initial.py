@@ -35,6 +35,9 @@ class Odd(nn.Module):
         self.register_buffer("given", torch.tensor([1.0, 2.0]))
         self.positions = torch.arange(4)  # no buffer
         self.recurrent = nn.LSTM(3, 4)
+        self.narrow = nn.Linear(3, 300)
+        nn.init.constant_(self.narrow.bias, 0.25)
+        self.narrow.bfloat16()
         self.tied = nn.Linear(4, 7, bias=False)
         self.tied.weight = self.embedding.weight
 
@@ -63,6 +66,9 @@ def test_every_way_of_making_weights_is_repeated() -> None:
     assert torch.equal(model.mask, torch.tril(torch.ones(4, 4)))
     assert torch.equal(model.given, torch.tensor([1.0, 2.0]))
     assert model.positions.tolist() == [0, 1, 2, 3]
+    assert model.narrow.weight.dtype == torch.bfloat16
+    assert 0.5 < model.narrow.weight.abs().max().item() < 0.6
+    assert model.narrow.bias.tolist() == [0.25] * 300
     bound = model.recurrent.get_parameter("weight_hh_l0").abs().max().item()
     assert 0.3 < bound <= 0.5  # uniform up to 1 / sqrt(hidden)
 

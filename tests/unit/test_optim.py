@@ -9,10 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from allranks.job.job import Optimizer, parse_job
 from allranks.train.mesh import Ranks
-from allranks.train.optim import Schedule, build_optimizer, clip_gradients, rate_scale
+from allranks.train.optim import (
+    Schedule,
+    allocate_state,
+    build_optimizer,
+    clip_gradients,
+    local,
+    rate_scale,
+)
 
 Shape = Literal["cosine", "linear", "constant"]
 SHAPES = st.sampled_from(["cosine", "linear", "constant"])
@@ -20,6 +29,23 @@ SHAPES = st.sampled_from(["cosine", "linear", "constant"])
 
 def schedule(num_steps: int, scale: float = 1.0, **settings: Any) -> Schedule:
     return Schedule(Optimizer(**settings), num_steps=num_steps, scale=scale)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["plain", "cut", "complex"])
+def test_every_optimizer_updates_every_kind_of_weight(
+    name: Literal["adamw", "sgd"], kind: str
+) -> None:
+    start = torch.ones(3, dtype=torch.complex64 if kind == "complex" else torch.float32)
+    if kind == "cut":  # by fsdp or tp
+        start = distribute_tensor(start, init_device_mesh("cpu", (1,)), [Shard(0)])
+    weight = nn.Parameter(start)
+    optimizer = build_optimizer(Optimizer(name=name, lr=0.1, weight_decay=0.0), [weight])
+    allocate_state(optimizer)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    torch.testing.assert_close(local(weight.detach()), torch.full_like(local(start), 0.9))
 
 
 # --- Schedule -----------------------------------------------------------------------------------

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from allranks.errors import AllranksError
+from allranks.job.job import parse_job
+from allranks.layout import NESTING, Layout
 from allranks.tasks.digits import Digits
 from allranks.tasks.language import Language
+from allranks.train import build
 from allranks.train.checkpoint import model_tensors, named_parameters
 from allranks.train.mesh import Mesh, Ranks
 from allranks.train.parallelize import (
     SynchronisedBatchNorm,
     autocast,
     batch_norms,
+    norms_count,
     parallelize,
     plain,
     resolve_precision,
+    shard,
     synchronise_batch_norm,
     without_sync,
 )
@@ -68,6 +77,24 @@ def test_recomputed_activations_give_the_same_gradients(
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_recomputed_norms_count_the_samples_that_they_counted(checkpointing: Checkpointing) -> None:
+    torch.manual_seed(0)
+    inputs, counted = torch.randn(5, 4), torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])
+
+    def gradients(of: nn.Module, kind: Checkpointing) -> list[Tensor]:
+        model = parallelize(copy.deepcopy(of), Mesh(), CPU, activation_checkpointing=kind)
+        with norms_count(batch_norms(model), counted):
+            loss = model(inputs).square()[:3].mean()
+        loss.backward()  # recomputes what was counted, when something else may be counted
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+    model = nn.Sequential(block, copy.deepcopy(block))
+    torch.testing.assert_close(gradients(model, checkpointing), gradients(model, "off"))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_recomputing_keeps_the_names_in_a_checkpoint(checkpointing: Checkpointing) -> None:
     model = Language().model()
     names = list(model_tensors(model))
@@ -91,6 +118,44 @@ def test_one_rank_needs_no_wrapper() -> None:
     with without_sync(model):
         model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
+
+
+# --- Shards -------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__(2, 2)
+        self.scale = nn.Parameter(scale)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("scale", "why"),
+    [
+        (torch.tensor(1.0), "scalar parameters. Change scale to a 1D tensor"),
+        (torch.ones(1).double(), "weights of torch.float32 and torch.float64 would be sent"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(scale: Tensor, why: str) -> None:
+    devices = DeviceMesh("cpu", [[[[0]]]], mesh_dim_names=NESTING)
+    with pytest.raises(AllranksError) as raised:
+        shard(Scaled(scale), [], Mesh(layout=Layout(1, 2, fsdp=2), devices=devices), None)
+    assert why in raised.value.what
+    assert raised.value.fix == "change the model, or write --layout 1x2"
+
+
+@pytest.mark.usefixtures("alone")
+def test_groups_of_a_mesh_wait_as_long_as_the_job_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, timedelta(seconds=1))  # and put back
+    monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
+    me: Any = None  # of no use here
+    build.join_world(me, parse_job({"timeout": "77s"}), CPU)
+    DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
+    groups = [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    waits = [group._get_backend(CPU).options._timeout for group in (*groups, dist.new_group([0]))]
+    assert set(waits) == {timedelta(seconds=77)}
 
 
 # --- BatchNorm ----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.utils.data import Dataset
 
 from allranks.errors import AllranksError
@@ -106,17 +107,19 @@ def choose_device(me: Rank) -> torch.device:
 
 def join_world(me: Rank, job: Job, device: torch.device) -> None:
     """Create the process group. Collective: returns when every rank has joined."""
+    timeout = timedelta(seconds=job.timeout.seconds)
+    # A mesh has no way to say how long the groups wait that it makes.
+    vars(distributed_c10d).update(default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=job.timeout.seconds),
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
 
 
-def gloo_group(job: Job) -> dist.ProcessGroup:
+def gloo_group() -> dist.ProcessGroup:
     """A group of all ranks for messages between hosts. Every rank must call it."""
-    timeout = timedelta(seconds=job.timeout.seconds)
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
 
 
@@ -160,7 +163,7 @@ def build(
         data=data,
         evaluations=evaluations(datasets, data),
         meter=Meter(log, mesh, log_every=job.log_every, last_step=last_step),
-        pulse=Pulse(gloo_group(job) if me.world_size > 1 else None),
+        pulse=Pulse(gloo_group() if me.world_size > 1 else None),
         checkpointer=checkpointer_of(me, job, model, optimizer, compression, progress, log),
         save_every=save_every(job),
         predict=pipeline.outputs if pipeline else parallelize.plain(model),
@@ -209,7 +212,7 @@ def checkpointer_of(
         parallelize.plain(model),
         optimizer,
         keep=job.checkpoint.keep,
-        group=gloo_group(job),
+        group=gloo_group(),
         log=log,
         saved_step=progress.step or -1,
         divide=None if compression is None else compression.divide,

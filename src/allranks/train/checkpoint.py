@@ -76,6 +76,7 @@ class Checkpointer:
         self._copied = threading.Event()
         self._copied.set()
         shared, _ = self._tensors()
+        self._planned = set(shared)  # also what this rank has nothing of
         self._parts = parts_of(shared)
         held = {part: local(shared[part[0]]).nbytes for part in self._parts}
         everyones: list[Any] = [None] * self.world_size
@@ -146,10 +147,9 @@ class Checkpointer:
     def _share(self) -> Tensors:
         """The tensors that this rank will write, or its parts of them."""
         shared, own = self._tensors()
-        planned = {name for name, _ in self._parts}
         # What has come since is whole, and on all ranks.
         later: dict[tuple[str, tuple[int, ...]], int] = {
-            (name, ()): t.nbytes for name, t in shared.items() if name not in planned
+            (name, ()): t.nbytes for name, t in shared.items() if name not in self._planned
         }
         mine = [*self._mine, *share_of_parts([later] * self.world_size, self.rank)]
         return {name: local(shared[name]) for name, _ in mine} | own
@@ -316,6 +316,12 @@ def _names_of_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     """Parameters and buffers with their names in the state dict: several if they are tied."""
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise AllranksError(
+                f"the model's state dict has {name}, a {type(value).__name__}: a checkpoint has "
+                "nothing but tensors",
+                fix="make a tensor of it, or leave it out of the state dict",
+            )
         found.setdefault(id(value), (value, []))[1].append(name)
     return list(found.values())
 
@@ -372,10 +378,18 @@ def load(
     allocate_state(optimizer)
     reader = TensorReader(commit.path, manifest["files"])
     stored = reader.kinds()
-    wanted = {}
+    tied = {f"model.{name}": f"model.{first}" for name, first in manifest.get("tied", {}).items()}
+    wanted: Tensors = {}
+    untied: list[tuple[Tensor, str]] = []
     for name, tensor in training_tensors(model, optimizer).items():
+        if name not in stored:
+            # Buffers under several names are one tensor on a CPU, but several on a GPU.
+            name = tied.get(name, name)
         if name.startswith("optimizer.") and name not in stored:
             continue  # with --force it may be another optimizer than the one that was saved
+        if name in wanted:
+            untied.append((tensor, name))
+            continue
         shape = stored[name][1] if name in stored else "no such tensor"
         if shape != tuple(tensor.shape):
             raise AllranksError(
@@ -385,6 +399,8 @@ def load(
             )
         wanted[name] = tensor
     read_into(wanted, reader)
+    for tensor, name in untied:
+        tensor.copy_(wanted[name])
     progress = Progress(**{key: manifest[key] for key in Progress.__dataclass_fields__})
     return progress, manifest
 

@@ -22,6 +22,7 @@ from allranks.train.checkpoint import read_into
 from allranks.train.storage import TensorReader, write_tensor
 
 TYPES = {
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -44,6 +45,8 @@ def export(run: RunDir, path: Path, step: int | None = None) -> dict[str, Any]:
     """Write the weights of a run's newest checkpoint, or of that of a step; what was written."""
     if path.exists():
         raise AllranksError(f"{path} exists already", fix="remove it, or write to another file")
+    if not path.parent.is_dir():
+        raise AllranksError(f"{path.parent} is not a folder", fix=f"mkdir -p {path.parent}")
     commit, remarks = choose(run, step)
     partial = path.with_name(f".{path.name}.{os.getpid()}")  # FILE is there whole or not at all
     try:

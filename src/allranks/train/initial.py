@@ -131,11 +131,13 @@ class Recording(TorchDispatchMode):
             return self.whole(args[0]).item()
         result = func(*args, **kwargs)
         self._num_steps += 1
+        # As they are now: `tensor.data = other`, as in `model.bfloat16()`, changes what they are of.
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         known = {_storage(tensor) for tensor in given}
         for at, tensor in enumerate(tree_leaves(result)):
             if isinstance(tensor, Tensor) and tensor.is_meta and _storage(tensor) not in known:
-                step = _Step(self._num_steps, func, args, kwargs, made=(at, tensor))
+                step = _Step(self._num_steps, func, args, kwargs, made=(at, tensor.detach()))
                 self._steps[_storage(tensor)] = [step]
         written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
         if written and given and given[0].is_meta:  # in place

@@ -170,12 +170,15 @@ def weighted_losses(t: Training, micro: MicroBatch) -> tuple[Tensor, Tensor, Ten
 
 
 def weigh(losses: PerSample, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Each sample's loss and weight in the global mean, and the task's own weights' sum if any."""
+    """Each sample's loss and weight in the global mean, and the task's own weights' sum if any.
+
+    All of the type of the model's weights, whatever the loss was computed in: float32 at least.
+    """
     if isinstance(losses, tuple):
         losses, own = losses
-        weights = micro.weights * own
-        return in_full(losses), weights, weights.sum()
-    return in_full(losses), micro.weights, None
+        weights = micro.weights * own.to(micro.weights.dtype)
+        return losses.to(weights.dtype), weights, weights.sum()
+    return losses.to(micro.weights.dtype), micro.weights, None
 
 
 def check_losses(losses: PerSample, size: int) -> Tensor:
@@ -188,11 +191,6 @@ def check_losses(losses: PerSample, size: int) -> Tensor:
             'use reduction="none"',
         )
     return losses
-
-
-def in_full(losses: Tensor) -> Tensor:
-    """Losses in float32 at least."""
-    return losses if losses.dtype == torch.float64 else losses.float()
 
 
 def update(t: Training) -> None:

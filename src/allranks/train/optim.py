@@ -18,15 +18,20 @@ from allranks.train.mesh import Ranks
 def build_optimizer(
     settings: Optimizer, parameters: Iterable[nn.Parameter], *, in_graph: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer as one fused kernel, which is the fastest on CPUs and GPUs alike.
+    """The optimizer as one fused kernel where there is one: the fastest on CPUs and GPUs alike.
 
     `in_graph`: its step may become part of a CUDA graph, so its rate is a number on the GPU.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    # torch has none for complex numbers, and none of SGD for parts of tensors.
+    is_cut = any(isinstance(parameter, DTensor) for parameter in trained)
+    has_kernel = not any(p.is_complex() for p in trained) and not (
+        settings.name == "sgd" and is_cut
+    )
     common: dict[str, Any] = {
         "lr": torch.tensor(settings.lr, device=trained[0].device) if in_graph else settings.lr,
         "weight_decay": settings.weight_decay,
-        "fused": True,
+        "fused": has_kernel,
     }
     if settings.name == "sgd":
         return torch.optim.SGD(trained, momentum=settings.momentum, **common)

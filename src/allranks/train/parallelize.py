@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -130,11 +131,24 @@ def shard(
     assert mesh.devices is not None
     axes = mesh.devices["dp", "fsdp"] if mesh.layout.dp > 1 else mesh.devices["fsdp"]
     own = set(model.modules())
+    divided: set[nn.Parameter] = set()
     for module in (*(block for block in blocks if block in own), model):
         fill(module, recording)
         module.register_forward_hook(_without_views)  # before FSDP's own
-        # A stage is called many times in a row: it would gather its shards every time.
-        fully_shard(module, mesh=axes, reshard_after_forward=mesh.layout.pp == 1)
+        together = {p.dtype for p in module.parameters() if p.requires_grad and p not in divided}
+        try:
+            if len(together) > 1:
+                types = " and ".join(sorted(map(str, together)))
+                raise ValueError(f"weights of {types} would be sent together")
+            # A stage is called many times in a row: it would gather its shards every time.
+            fully_shard(module, mesh=axes, reshard_after_forward=mesh.layout.pp == 1)
+        except (ValueError, NotImplementedError) as error:
+            layout = mesh.layout
+            raise AllranksError(
+                f"layout {layout} cannot divide the model: {error}",
+                fix=f"change the model, or write --layout {layout.nodes}x{layout.gpus}",
+            ) from error
+        divided.update(module.parameters())
 
 
 def _without_views(module: nn.Module, inputs: object, outputs: Any) -> Any:
@@ -239,11 +253,11 @@ def checkpoint_activations(model: nn.Module, *, selective: bool) -> None:
             fix="write activation_checkpointing: off, or put the model's layers in one",
         )
     for name, block in list(blocks.named_children()):
-        if selective:
-            wrapped = checkpoint_wrapper(block, context_fn=_keep_matrix_products)
-        else:
-            wrapped = checkpoint_wrapper(block)
-        setattr(blocks, name, wrapped)
+        norms = batch_norms(block)
+        contexts = (
+            {"context_fn": partial(_contexts, norms, selective)} if norms or selective else {}
+        )
+        setattr(blocks, name, checkpoint_wrapper(block, **contexts))
 
 
 def repeated_blocks(model: nn.Module) -> nn.Module | None:
@@ -267,6 +281,24 @@ _COSTLY = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
+
+
+def _contexts(
+    norms: list[SynchronisedBatchNorm], selective: bool
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For a block's forward pass, and for recomputing it, with the samples that it counts now."""
+    first, again = _keep_matrix_products() if selective else (nullcontext(), nullcontext())
+    return first, _counting_again(norms, norms[0].counted, again) if norms else again
+
+
+@contextlib.contextmanager
+def _counting_again(
+    norms: list[SynchronisedBatchNorm],
+    counted: Tensor | None,
+    inner: AbstractContextManager[None],
+) -> Iterator[None]:
+    with norms_count(norms, counted), inner:
+        yield
 
 
 def _keep_matrix_products() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -375,7 +407,7 @@ def batch_norms(model: nn.Module) -> list[SynchronisedBatchNorm]:
 
 
 @contextlib.contextmanager
-def norms_count(norms: list[SynchronisedBatchNorm], counted: Tensor) -> Iterator[None]:
+def norms_count(norms: list[SynchronisedBatchNorm], counted: Tensor | None) -> Iterator[None]:
     """A context in which only the counted samples contribute to the norms' statistics."""
     for norm in norms:
         norm.counted = counted
