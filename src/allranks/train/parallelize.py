@@ -160,10 +160,12 @@ def blocks_of_their_own(model: nn.Module) -> list[nn.Module]:
 def buffers_unchanged(model: nn.Module) -> Iterator[None]:
     """A context after which the model's buffers are as they were before."""
     buffers = [buffer.clone() for buffer in model.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
 
 
 def plain(model: nn.Module) -> nn.Module:
