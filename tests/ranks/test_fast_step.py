@@ -141,7 +141,7 @@ def taking(seconds: dict[str, float], backend: Any = "aot_eager") -> Iterator[No
 
 def rules(**more: Any) -> Rules:
     usual = {"measure_from": 2, "make_graph": Again, "start_child": lambda t: NothingToDo()}
-    return Rules(**{**usual, "child_pays": 0.0, **more})
+    return Rules(**{**usual, "graph_pays": 0, "child_pays": 0.0, **more})
 
 
 def a_run(folder: Path, job: dict[str, Any]) -> RunDir:
@@ -239,6 +239,13 @@ def test_forms_change_at_steps_that_a_resumed_run_repeats_to_the_bit(tmp_path: P
     assert [event["form"] for event in after.compiles] == [COMPILED + GRAPH]
 
 
+class NoChild:
+    """Instead of a process that compiles: the reason why there is none."""
+
+    def __call__(self, t: Training) -> str:
+        return "no CPU core is spare"
+
+
 @pytest.mark.parametrize(
     ("graph", "why"),
     [
@@ -259,11 +266,27 @@ def test_a_graph_that_does_not_work_changes_nothing(
     assert why in found.compiles[-1]["why"]
 
 
-class NoChild:
-    """Instead of a process that compiles: the reason why there is none."""
+@pytest.mark.parametrize(("decided", "last"), [(0, EAGER), (20, EAGER), (30, EAGER + GRAPH)])
+def test_a_form_that_was_only_tried_or_for_other_steps_is_measured_again(
+    tmp_path: Path, decided: int, last: str
+) -> None:
+    run = a_run(tmp_path / "auto", DIGITS)
+    stored = {"layout": "1x1", "device": "CPU", "torch": torch.__version__, "decided": decided}
+    forms = [[1, EAGER], [4, EAGER + GRAPH]]
+    (run.path / "compile.json").write_text(json.dumps({**stored, "forms": forms}))
+    seconds = {EAGER: 1.0, EAGER + GRAPH: 2.0}
+    found = alone(tmp_path, run.path, 0, "", rules(start_child=NoChild()), seconds)
+    assert found.forms["forms"][-1][1] == found.compiles[-1]["form"] == last
+    assert len(found.forms["forms"]) == (3 if last == EAGER else 2)
+    assert found.compiles[-1]["times"] == (seconds if last == EAGER else {})
 
-    def __call__(self, t: Training) -> str:
-        return "no CPU core is spare"
+
+def test_nothing_is_compiled_once_the_steps_left_would_not_pay_for_it(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "auto", DIGITS)
+    asked = rules(make_graph=None, child_pays=15.0, start_child=Slow(polls=12))
+    found = alone(tmp_path, run.path, 0, "", asked, {EAGER: 1.0})
+    assert [form for _, form in found.forms["forms"]] == [EAGER]
+    assert "would not pay" in found.compiles[-1]["why"]
 
 
 def pairs(folder: Path, job: dict[str, Any], backend: Any) -> tuple[Trained, Trained]:
@@ -276,15 +299,18 @@ def pairs(folder: Path, job: dict[str, Any], backend: Any) -> tuple[Trained, Tra
 
 
 class Slow:
-    """Starts a child that is ready later on rank 1."""
+    """Starts a child that is ready after so many polls, on rank 1 later."""
+
+    def __init__(self, polls: int = 0) -> None:
+        self.polls = polls
 
     def __call__(self, t: Training) -> Slow:
-        self.polls = 0
+        self.polls += 3 * dist.get_rank()
         return self
 
     def poll(self) -> int | None:
-        self.polls += 1
-        return 0 if self.polls > 3 * dist.get_rank() else None
+        self.polls -= 1
+        return 0 if self.polls < 0 else None
 
     def kill(self) -> None:
         pass

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from allranks.train.build import Rank
 
 EAGER, COMPILED, GRAPH = "eager", "compiled", " as a CUDA graph"
+FORMS = (EAGER, EAGER + GRAPH, COMPILED, COMPILED + GRAPH)  # the plainest first
 SETTLE_STEPS, FIRST_STEPS, BLOCKS = 3, 5, 3
 LEAST_STEPS = 4  # of a block
 TOO_LATE = "the steps that are left would not pay for it"
@@ -114,19 +115,18 @@ class MeasuredStep:
         yield from self._repeat_earlier_attempts(t)
         if self.record.decided == t.last_step:
             return
-        if self.form != EAGER and self._use(t, EAGER):  # it was only tried, or for fewer steps
-            self._note_switch(t)
         set_choosing(True)
         for _ in range(self.rules.measure_from):
             yield
         seconds = {self.form: (yield from self._time(t))}
+        yield from self._try_form(t, EAGER, seconds)  # an earlier attempt was not in it any more
         yield from self._try_form(t, EAGER + GRAPH, seconds)
         self._settle_on_fastest(t, seconds)
         if (yield from self._compiler_is_ready(t, min(seconds.values()))):
             yield from self._try_form(t, COMPILED, seconds)
             if self.form == COMPILED:
                 yield from self._try_form(t, COMPILED + GRAPH, seconds)
-            self._settle_on_fastest(t, seconds)
+        self._settle_on_fastest(t, seconds)
         self.record.decided = t.last_step
         self._keep_record(t)
         set_choosing(False)
@@ -166,7 +166,7 @@ class MeasuredStep:
     def _settle_on_fastest(self, t: Training, seconds: dict[str, float]) -> None:
         """Change over to the fastest form: the plainest of those that are about as fast."""
         least = min(seconds.values()) * self.rules.least_gain
-        fastest = next(form for form, took in seconds.items() if took <= least)
+        fastest = next(form for form in FORMS if seconds.get(form, math.inf) <= least)
         if fastest != self.form and self._use(t, fastest):
             self._note_switch(t)
         self._report(t, seconds)
@@ -286,7 +286,7 @@ class MeasuredStep:
         why = "; ".join(f"{form}: {said}" for form, said in self.refused.items())
         t.meter.log.write(
             "compile",
-            step=t.progress.step + 1,
+            step=self.record.forms[-1][0],
             form=self.form,
             lost=round(self.lost, 6),
             times={form: round(took, 7) for form, took in seconds.items()},

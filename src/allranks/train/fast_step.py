@@ -151,12 +151,16 @@ def compile_now(t: Training, micro: MicroBatch) -> None:
     """
     plain_losses = torch.stack([rehearsed_loss(t, micro) for _ in range(REHEARSALS)])
     set_compiled(t, True)
-    loss = rehearsed_loss(t, micro)
+    compare_compiled(rehearsed_loss(t, micro), plain_losses)
+    evaluate_once(t, micro)
+
+
+def compare_compiled(loss: Tensor, plain_losses: Tensor) -> None:
+    """Raise if a compiled loss is not one as the plain model's, which dropout may vary."""
     usual, spread = plain_losses.mean(), plain_losses.max() - plain_losses.min()
     allowed = COMPILED_TOLERANCE * usual.abs() + REHEARSALS * spread + 1e-6
     if usual.isfinite() and not (loss - usual).abs() <= allowed:
         raise Refused(f"compiled, the loss is {loss:.6g} instead of {usual:.6g}")
-    evaluate_once(t, micro)
 
 
 def evaluate_once(t: Training, micro: MicroBatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from allranks.layout import Layout
+from allranks.run.folder import RunDir
 from allranks.tasks import Task
+from allranks.train import compile_ahead
 from allranks.train.data import MicroBatch
-from allranks.train.fast_step import PARTS, losses_in_parts
+from allranks.train.fast_step import PARTS, Refused, compare_compiled, losses_in_parts
 from allranks.train.parallelize import buffers_unchanged
 
 WIDTH, CLASSES, SIZE = 8, 200, 6
@@ -117,7 +122,30 @@ def test_a_model_that_would_not_compute_the_same_stays_whole(task: Task, how: st
 
 def test_a_pass_that_fails_leaves_buffers_as_they_were() -> None:
     norm = nn.BatchNorm1d(WIDTH)
-    with pytest.raises(RuntimeError, match="later"), buffers_unchanged(norm):
-        norm(torch.randn(SIZE, WIDTH))
-        raise RuntimeError("later")
+    model = nn.Sequential(norm, nn.Linear(WIDTH + 1, 1))
+    with pytest.raises(RuntimeError, match="shapes cannot"), buffers_unchanged(model):
+        model(torch.randn(SIZE, WIDTH))
     assert norm.num_batches_tracked == 0 and not norm.running_mean.any()
+
+
+def test_a_compiled_loss_may_differ_by_as_much_as_dropout_varies_it() -> None:
+    varied, steady = torch.tensor([1e-3, 3e-3, 2e-3, 1.5e-3]), torch.full((4,), 2.0)
+    for loss, plain in ((4e-3, varied), (2.1, steady), (math.nan, torch.tensor([math.nan]))):
+        compare_compiled(torch.tensor(loss), plain)
+    for loss, plain in ((2e-2, varied), (2.3, steady), (math.nan, steady)):
+        with pytest.raises(Refused, match="instead of"):
+            compare_compiled(torch.tensor(loss), plain)
+
+
+def test_a_compiler_that_cannot_be_started_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_ahead, "cpus_allotted", lambda: 4)
+    t: Any = SimpleNamespace(
+        data=SimpleNamespace(num_workers=0),
+        mesh=SimpleNamespace(layout=Layout()),
+        device=torch.device("cpu"),
+    )
+    log = tmp_path / "missing" / "compile.log"
+    why = compile_ahead.start(t, RunDir(tmp_path), log, ranks_here=1, local_rank=0)
+    assert "no process could be started" in str(why)
