@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from allranks.job.job import load_job, parse_job
 from allranks.layout import Layout
@@ -356,8 +357,49 @@ def test_nothing_is_compiled_later_over_uneven_epochs(
     job |= {"epochs": 3, "micro_batch_size": 20}
     (first, last, breaks), *_ = run_ranks(counted, world, tmp_path, tmp_path, job, timeout=200)
     assert first == last
-    if norm == "none" and world == 1:  # one for training, one for evaluation
-        assert (last, breaks) == (2, {})
+    if norm == "none":  # one for training, one for evaluation; several ranks: of model and of loss
+        assert (last, breaks) == (2 * world, {})
+
+
+def order_of_backward(folder: Path, job: dict[str, Any]) -> list[str]:
+    """What two ranks do in the backward pass of a compiled step: compute, and exchange."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    order: list[str] = []
+
+    def noted(graph: Any, inputs: Any) -> Any:
+        def call(args: Any) -> Any:
+            order.append("compute")
+            return graph(*args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def exchange(state: Any, bucket: Any) -> Any:
+        order.append("exchange")
+        return allreduce_hook(state, bucket)
+
+    exchange.__annotations__.clear()  # DDP compares them, and here they are texts
+    if dist.get_rank() == 0:
+        a_run(folder / "run", job)
+    dist.barrier()
+    os.environ["ALLRANKS_RANKS_HERE"] = str(dist.get_world_size())
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1  # so that a small model has two buckets
+    with taking(FASTER, aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=noted)):
+        t = make(folder / "run", 0, "", None)
+        assert isinstance(t.model, DistributedDataParallel)
+        t.model.register_comm_hook(None, exchange)
+        order.clear()
+        t.step(t, next(t.data.batches(t.progress)), False)
+    return order
+
+
+def test_ranks_exchange_gradients_while_a_compiled_backward_pass_goes_on(tmp_path: Path) -> None:
+    job = {**DIGITS, "compile": True}
+    for order in run_ranks(order_of_backward, 2, tmp_path, tmp_path, job, timeout=200):
+        *early, last = [n for n, what in enumerate(order) if what == "compute"]
+        assert early and "exchange" in order[early[-1] : last], order
 
 
 def test_what_a_child_compiled_is_found_in_the_cache(tmp_path: Path) -> None:

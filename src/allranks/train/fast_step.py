@@ -30,7 +30,13 @@ from allranks.train.loop import (
     weighted_losses,
 )
 from allranks.train.optim import set_rate
-from allranks.train.parallelize import batch_norms, buffers_unchanged, plain, without_sync
+from allranks.train.parallelize import (
+    batch_norms,
+    buffers_unchanged,
+    compile_calls,
+    plain,
+    without_sync,
+)
 from allranks.train.pipeline import Pipeline, blocks_of
 
 MOST_MICRO_BATCHES = 16  # in one graph: more of them keep a GPU busy without
@@ -136,7 +142,10 @@ def set_compiled(t: Training, compiled: bool, pipeline: Pipeline | None = None) 
     inner._compiled_call_impl = None
     t.loss = t.task.loss
     if compiled and not is_alone:
-        (pipeline or inner).compile()
+        if pipeline:
+            pipeline.compile()
+        else:
+            compile_calls(inner)
         t.loss = torch.compile(t.loss)
     t.losses, t.evaluated = model_and_loss(t.model, t.loss), with_outputs(t.predict, t.loss)
     if compiled and is_alone:

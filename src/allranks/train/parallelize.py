@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -171,6 +172,19 @@ def buffers_unchanged(model: nn.Module) -> Iterator[None]:
 def plain(model: nn.Module) -> nn.Module:
     """The model without its DDP wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def compile_calls(module: nn.Module) -> None:
+    """Compile a module in its next calls.
+
+    Its method `compile` would not, if the class is one of torch's own (a Sequential).
+    """
+    module._compiled_call_impl = partial(torch.compile(call), module)
+
+
+def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module as torch does where it is not compiled."""
+    return module._call_impl(*args, **kwargs)
 
 
 def without_sync(model: nn.Module) -> AbstractContextManager[None]:
