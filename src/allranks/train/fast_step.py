@@ -107,7 +107,8 @@ def outputs_only(outputs: Tensor, targets: Any) -> Tensor:
 
 def same_outputs(t: Training, chain: Callable[[Any, Any], Any]) -> bool:
     """Whether a chain of the model's blocks computes what the model does."""
-    micro, found = t.data.example(Progress()), []
+    micro = t.data.example(Progress())
+    found: list[Any] = []
     with buffers_unchanged(t.model), torch.no_grad(), t.autocast, torch.random.fork_rng([]):
         for function in (chain, model_and_loss(t.model, outputs_only)):
             torch.manual_seed(0)
