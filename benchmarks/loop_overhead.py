@@ -2,6 +2,7 @@
 
     python benchmarks/loop_overhead.py          # about 12 minutes; exit code 1 if it takes more
     python benchmarks/loop_overhead.py --pairs 20 --ranks 1 --model small     # a first look
+    python benchmarks/loop_overhead.py --pairs 20 --ranks 1,2,4,8             # with a core a rank
 
 Both loops train the same MLP on the same data in the same order, in the same processes, on CPU,
 in alternating blocks. Ours is what `allranks run` runs (train() with the parts that build.py
@@ -16,6 +17,9 @@ draws nothing. `tuned` has a fused AdamW, gradients as views of DDP's buckets, a
 single rank: the claim is about this one. `default` is the same loop with torch's defaults. Each
 block of ours is compared with the mean of the two tuned blocks around it; the ratio of these two is
 the noise.
+
+`scaling`: how many times as fast the first number of ranks is that our loop, and the tuned one,
+train on this many. Ours is at least that of the tuned loop where ours/tuned does not grow.
 """
 
 from __future__ import annotations
@@ -332,11 +336,15 @@ def summarise(seconds: dict[str, list[float]], num_steps: int) -> dict[str, floa
     }
 
 
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=100, help="pairs of blocks")
     parser.add_argument("--block-seconds", type=float, default=0.25)
-    parser.add_argument("--ranks", type=int, action="append", help="default: 1, then 2")
+    parser.add_argument("--ranks", type=numbers, default=[1, 2], help="default: 1,2")
     parser.add_argument("--model", choices=MODELS, action="append", help="default: both")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--display", type=Path, help=argparse.SUPPRESS)
@@ -347,17 +355,25 @@ def main() -> int:
         run_rank(wanted.pairs, wanted.block_seconds, wanted.rank)
         return 0
     print(f"medians of {wanted.pairs} pairs of blocks of {wanted.block_seconds} s")
-    print(f"model  ranks  tuned step  ours/tuned  tuned/tuned  ours/default  at most {LIMIT}x")
+    print(
+        "model  ranks  tuned step  ours/tuned  tuned/tuned  ours/default  scaling ours, tuned  "
+        f"at most {LIMIT}x"
+    )
     holds = True
     with tempfile.TemporaryDirectory(prefix="allranks-benchmark-") as folder:
         for model in wanted.model or MODELS:
-            for num_ranks in wanted.ranks or (1, 2):
+            first: dict[str, float] = {}
+            for num_ranks in wanted.ranks:
                 found = measure(model, num_ranks, Path(folder), wanted.pairs, wanted.block_seconds)
+                first = first or found
+                tuned = first["milliseconds"] / found["milliseconds"]
+                ours = tuned * first["tuned"] / found["tuned"]
                 verdict = found["tuned"] <= LIMIT
                 holds = holds and verdict
                 print(
                     f"{model:5}  {num_ranks:5}  {found['milliseconds']:7.3f} ms"
                     f"  {found['tuned']:9.3f}x  {found['noise']:10.3f}x  {found['default']:11.3f}x"
+                    f"  {ours:11.2f}x {tuned:5.2f}x"
                     f"  {'yes' if verdict else 'NO'}",
                     flush=True,
                 )

@@ -64,7 +64,6 @@ PEERS = {"lightning": "lightning", "accelerate": "accelerate", "trainer": "trans
 ADDRESS = "SINGLE_GPU_ADDRESS"  # where a contender hears whose turn it is
 CLOCK = "SINGLE_GPU_CLOCK"
 
-
 HAND = ("eager", "compiled", "graph")
 OTHERS = tuple(name + fast for name in PEERS for fast in ("", " fast"))
 
@@ -719,7 +718,6 @@ def smallest(row: Row) -> Row:
     device = row.device if torch.cuda.is_available() else "cpu"
     return replace(
         row, options=options, batch_size=min(row.batch_size, 64), device=device,
-        
         block_seconds=0.2, warm_up_seconds=0.5, decide_seconds=0.5, rounds=3,
     )  # fmt: skip
 

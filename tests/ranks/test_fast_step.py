@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from allranks.job.job import load_job, parse_job
 from allranks.layout import Layout
@@ -141,7 +142,7 @@ def taking(seconds: dict[str, float], backend: Any = "aot_eager") -> Iterator[No
 
 def rules(**more: Any) -> Rules:
     usual = {"measure_from": 2, "make_graph": Again, "start_child": lambda t: NothingToDo()}
-    return Rules(**{**usual, "child_pays": 0.0, **more})
+    return Rules(**{**usual, "graph_pays": 0, "child_pays": 0.0, **more})
 
 
 def a_run(folder: Path, job: dict[str, Any]) -> RunDir:
@@ -239,6 +240,13 @@ def test_forms_change_at_steps_that_a_resumed_run_repeats_to_the_bit(tmp_path: P
     assert [event["form"] for event in after.compiles] == [COMPILED + GRAPH]
 
 
+class NoChild:
+    """Instead of a process that compiles: the reason why there is none."""
+
+    def __call__(self, t: Training) -> str:
+        return "no CPU core is spare"
+
+
 @pytest.mark.parametrize(
     ("graph", "why"),
     [
@@ -259,11 +267,27 @@ def test_a_graph_that_does_not_work_changes_nothing(
     assert why in found.compiles[-1]["why"]
 
 
-class NoChild:
-    """Instead of a process that compiles: the reason why there is none."""
+@pytest.mark.parametrize(("decided", "last"), [(0, EAGER), (20, EAGER), (30, EAGER + GRAPH)])
+def test_a_form_that_was_only_tried_or_for_other_steps_is_measured_again(
+    tmp_path: Path, decided: int, last: str
+) -> None:
+    run = a_run(tmp_path / "auto", DIGITS)
+    stored = {"layout": "1x1", "device": "CPU", "torch": torch.__version__, "decided": decided}
+    forms = [[1, EAGER], [4, EAGER + GRAPH]]
+    (run.path / "compile.json").write_text(json.dumps({**stored, "forms": forms}))
+    seconds = {EAGER: 1.0, EAGER + GRAPH: 2.0}
+    found = alone(tmp_path, run.path, 0, "", rules(start_child=NoChild()), seconds)
+    assert found.forms["forms"][-1][1] == found.compiles[-1]["form"] == last
+    assert len(found.forms["forms"]) == (3 if last == EAGER else 2)
+    assert found.compiles[-1]["times"] == (seconds if last == EAGER else {})
 
-    def __call__(self, t: Training) -> str:
-        return "no CPU core is spare"
+
+def test_nothing_is_compiled_once_the_steps_left_would_not_pay_for_it(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "auto", DIGITS)
+    asked = rules(make_graph=None, child_pays=15.0, start_child=Slow(polls=12))
+    found = alone(tmp_path, run.path, 0, "", asked, {EAGER: 1.0})
+    assert [form for _, form in found.forms["forms"]] == [EAGER]
+    assert "would not pay" in found.compiles[-1]["why"]
 
 
 def pairs(folder: Path, job: dict[str, Any], backend: Any) -> tuple[Trained, Trained]:
@@ -276,15 +300,18 @@ def pairs(folder: Path, job: dict[str, Any], backend: Any) -> tuple[Trained, Tra
 
 
 class Slow:
-    """Starts a child that is ready later on rank 1."""
+    """Starts a child that is ready after so many polls, on rank 1 later."""
+
+    def __init__(self, polls: int = 0) -> None:
+        self.polls = polls
 
     def __call__(self, t: Training) -> Slow:
-        self.polls = 0
+        self.polls += 3 * dist.get_rank()
         return self
 
     def poll(self) -> int | None:
-        self.polls += 1
-        return 0 if self.polls > 3 * dist.get_rank() else None
+        self.polls -= 1
+        return 0 if self.polls < 0 else None
 
     def kill(self) -> None:
         pass
@@ -330,8 +357,49 @@ def test_nothing_is_compiled_later_over_uneven_epochs(
     job |= {"epochs": 3, "micro_batch_size": 20}
     (first, last, breaks), *_ = run_ranks(counted, world, tmp_path, tmp_path, job, timeout=200)
     assert first == last
-    if norm == "none" and world == 1:  # one for training, one for evaluation
-        assert (last, breaks) == (2, {})
+    if norm == "none":  # one for training, one for evaluation; several ranks: of model and of loss
+        assert (last, breaks) == (2 * world, {})
+
+
+def order_of_backward(folder: Path, job: dict[str, Any]) -> list[str]:
+    """What two ranks do in the backward pass of a compiled step: compute, and exchange."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    order: list[str] = []
+
+    def noted(graph: Any, inputs: Any) -> Any:
+        def call(args: Any) -> Any:
+            order.append("compute")
+            return graph(*args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def exchange(state: Any, bucket: Any) -> Any:
+        order.append("exchange")
+        return allreduce_hook(state, bucket)
+
+    exchange.__annotations__.clear()  # DDP compares them, and here they are texts
+    if dist.get_rank() == 0:
+        a_run(folder / "run", job)
+    dist.barrier()
+    os.environ["ALLRANKS_RANKS_HERE"] = str(dist.get_world_size())
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1  # so that a small model has two buckets
+    with taking(FASTER, aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=noted)):
+        t = make(folder / "run", 0, "", None)
+        assert isinstance(t.model, DistributedDataParallel)
+        t.model.register_comm_hook(None, exchange)
+        order.clear()
+        t.step(t, next(t.data.batches(t.progress)), False)
+    return order
+
+
+def test_ranks_exchange_gradients_while_a_compiled_backward_pass_goes_on(tmp_path: Path) -> None:
+    job = {**DIGITS, "compile": True}
+    for order in run_ranks(order_of_backward, 2, tmp_path, tmp_path, job, timeout=200):
+        *early, last = [n for n, what in enumerate(order) if what == "compute"]
+        assert early and "exchange" in order[early[-1] : last], order
 
 
 def test_what_a_child_compiled_is_found_in_the_cache(tmp_path: Path) -> None:

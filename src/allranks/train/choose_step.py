@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from allranks.train.build import Rank
 
 EAGER, COMPILED, GRAPH = "eager", "compiled", " as a CUDA graph"
+FORMS = (EAGER, EAGER + GRAPH, COMPILED, COMPILED + GRAPH)  # the plainest first
 SETTLE_STEPS, FIRST_STEPS, BLOCKS = 3, 5, 3
 LEAST_STEPS = 4  # of a block
+TOO_LATE = "the steps that are left would not pay for it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,8 @@ class Rules:
     measure_from: int = 30  # steps of an attempt: by then, the probe has traced some
     block_seconds: float = 0.2
     least_gain: float = 1.03
-    child_pays: float = 30.0  # seconds of training that are left
+    graph_pays: int = 100  # steps that are left: a rehearsal takes as long as three
+    child_pays: float = 30.0  # seconds of training that are left, also when the child is done
     foreground_pays: float = 300.0  # the same, where the training has to wait for the compiler
     make_graph: Callable[[torch.device], Graph] | None = CudaGraph
     start_child: Callable[[Training], Child | str] | None = None  # or why there is none
@@ -67,7 +70,7 @@ class Record:
     device: str
     torch: str = torch.__version__
     forms: list[tuple[int, str]] = field(default_factory=lambda: [(1, EAGER)])  # from this step on
-    decided: bool = False
+    decided: int = 0  # for a training of so many steps; 0: not yet
 
     def update_from(self, stored: Any) -> None:
         """Take over what an earlier attempt decided, if it was on the same kind of machine."""
@@ -75,7 +78,7 @@ class Record:
             same = all(stored[key] == getattr(self, key) for key in ("layout", "device", "torch"))
             forms = [(int(step), str(form)) for step, form in stored["forms"]]
             if same and forms:
-                self.forms, self.decided = forms, bool(stored["decided"])
+                self.forms, self.decided = forms, int(stored["decided"])
 
     def form_at(self, step: int) -> str:
         return [form for first, form in self.forms if first <= step][-1]
@@ -110,20 +113,21 @@ class MeasuredStep:
         """Decide what the fastest form is; every `yield` is a step in the present one."""
         t.notes["compile"] = asdict(self.record)
         yield from self._repeat_earlier_attempts(t)
-        if self.record.decided:
+        if self.record.decided == t.last_step:
             return
         set_choosing(True)
         for _ in range(self.rules.measure_from):
             yield
         seconds = {self.form: (yield from self._time(t))}
+        yield from self._try_form(t, EAGER, seconds)  # an earlier attempt was not in it any more
         yield from self._try_form(t, EAGER + GRAPH, seconds)
         self._settle_on_fastest(t, seconds)
         if (yield from self._compiler_is_ready(t, min(seconds.values()))):
             yield from self._try_form(t, COMPILED, seconds)
             if self.form == COMPILED:
                 yield from self._try_form(t, COMPILED + GRAPH, seconds)
-            self._settle_on_fastest(t, seconds)
-        self.record.decided = True
+        self._settle_on_fastest(t, seconds)
+        self.record.decided = t.last_step
         self._keep_record(t)
         set_choosing(False)
 
@@ -135,7 +139,7 @@ class MeasuredStep:
             wanted = self.record.form_at(step)
             if wanted != self.form and not self._use(t, wanted):
                 self.record.switch(step, self.form)
-                self.record.decided = True  # it would be refused again
+                self.record.decided = t.last_step  # it would be refused again
                 self._keep_record(t)
                 self._report(t, {})
                 return
@@ -149,7 +153,11 @@ class MeasuredStep:
         self, t: Training, form: str, seconds: dict[str, float]
     ) -> Generator[None, None, None]:
         """Change over to a form, if it works here, and time it."""
-        if form.endswith(GRAPH) and (self.rules.make_graph is None or graph_refused(t)):
+        if form.endswith(GRAPH) and (
+            self.rules.make_graph is None
+            or t.last_step - t.progress.step < self.rules.graph_pays
+            or graph_refused(t)
+        ):
             return
         if form not in seconds and self._use(t, form):
             self._note_switch(t)
@@ -158,7 +166,7 @@ class MeasuredStep:
     def _settle_on_fastest(self, t: Training, seconds: dict[str, float]) -> None:
         """Change over to the fastest form: the plainest of those that are about as fast."""
         least = min(seconds.values()) * self.rules.least_gain
-        fastest = next(form for form, took in seconds.items() if took <= least)
+        fastest = next(form for form in FORMS if seconds.get(form, math.inf) <= least)
         if fastest != self.form and self._use(t, fastest):
             self._note_switch(t)
         self._report(t, seconds)
@@ -187,9 +195,10 @@ class MeasuredStep:
             self.form, self._step = form, step
         elif is_compiled != was_compiled:
             set_compiled(t, was_compiled)
+        if not works:
+            self.refused[form] = why or "it does not work on another rank"
         if why:
-            self.refused[form] = why
-            print(f"note: compile: auto does without the step {form}: {why}")
+            print(f"note: compile: auto does not use the step {form}: {why}")
         clear_gradients(t)
         seed_dropout(t, t.progress.step + 1)
         self._batch = self._with(micros)
@@ -229,16 +238,17 @@ class MeasuredStep:
         def pays(least: float) -> bool:
             return (t.last_step - t.progress.step) * seconds >= least
 
-        why = compiling_refused(t)
-        if why is None and not pays(self.rules.child_pays):
-            why = "the steps that are left would not pay for it"
-        if why is not None:
+        if why := compiling_refused(t):
             self.refused[COMPILED] = why
+            return False
+        if not pays(self.rules.child_pays):
+            self.refused[COMPILED] = TOO_LATE
             return False
         child = self.rules.start_child(t) if self.rules.start_child else "there is none"
         if not smallest(t, float(not isinstance(child, str))):  # collective
             if not isinstance(child, str):
                 child.kill()
+                child = "there is no room for it on another node"
             if not pays(self.rules.foreground_pays):
                 self.refused[COMPILED] = f"not compiled beside the training: {child}"
             return pays(self.rules.foreground_pays)
@@ -247,12 +257,17 @@ class MeasuredStep:
             t.pulse.ready = child.poll() is not None
             yield
         t.pulse.ready = t.pulse.all_ready = False
-        if failed := {0: "", OUT_OF_MEMORY: "not enough memory"}.get(
-            child.poll() or 0, "it failed"
-        ):
-            self.refused[COMPILED] = f"not compiled beside the training: {failed}"
-            print(f"note: compile: auto does without the step compiled: {failed}: compile-*.log")
-        return bool(smallest(t, float(not failed)))  # collective
+        failed = {0: "", OUT_OF_MEMORY: "not enough memory"}.get(child.poll() or 0, "it failed")
+        if failed:
+            print(f"note: compile: auto does not use the step compiled: {failed}: compile-*.log")
+        if not smallest(t, float(not failed)):  # collective
+            why = failed or "it failed on another node"
+            self.refused[COMPILED] = f"not compiled beside the training: {why}"
+            return False
+        if not pays(self.rules.child_pays):  # ranks wait for the cache, and for the first passes
+            self.refused[COMPILED] = TOO_LATE
+            return False
+        return True
 
     def _note_switch(self, t: Training) -> None:
         self.record.switch(t.progress.step + 1, self.form)
@@ -271,7 +286,7 @@ class MeasuredStep:
         why = "; ".join(f"{form}: {said}" for form, said in self.refused.items())
         t.meter.log.write(
             "compile",
-            step=t.progress.step + 1,
+            step=self.record.forms[-1][0],
             form=self.form,
             lost=round(self.lost, 6),
             times={form: round(took, 7) for form, took in seconds.items()},

@@ -82,10 +82,14 @@ def start(t: Training, run: RunDir, log: Path, ranks_here: int, local_rank: int)
         if isinstance(room, str):
             return room
         share = room
-    return spawn(run, t.mesh.layout, {"share": share, "ranks": ranks_here}, log, spare)
+    try:
+        return spawn(run, t.mesh.layout, {"share": share, "ranks": ranks_here}, log, spare)
+    except OSError as error:
+        return f"no process could be started: {error}"
 
 
 def spawn(run: RunDir, layout: Layout, asked: dict[str, Any], log: Path, cores: int) -> Compiler:
+    asked = {**asked, "parent": os.getpid()}
     command = [sys.executable, "-m", __spec__.name, str(run.path), str(layout), json.dumps(asked)]
     # Code for a CPU depends on the number of threads that it is for.
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -128,12 +132,12 @@ def room_on_gpu(device: torch.device) -> float | str:
 
 
 def main() -> None:
-    die_with_parent()
+    folder, layout, asked = sys.argv[1:]
+    settings = json.loads(asked)
+    die_with_parent(settings["parent"])
     os.nice(10)
     with suppress(OSError):  # Linux: if memory runs out, the kernel ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    folder, layout, asked = sys.argv[1:]
-    settings = json.loads(asked)
     job = load_job(RunDir(Path(folder)).job_file, resolved=True)
     try:
         for device in devices(settings["ranks"]):
@@ -178,7 +182,8 @@ def compile_for(job: Job, layout: Layout, device: torch.device) -> None:
         layout=layout,
         checkpoint="",
     )
-    data = build.training_data(me, mesh, job, task, task.datasets()["train"], device)
+    datasets = task.datasets()
+    data = build.training_data(me, mesh, job, task, datasets["train"], device)
     autocast = parallelize.autocast(parallelize.resolve_precision(job.precision, device), device)
     model, _ = build.divided_model(job, mesh, task, data, autocast, None)
     t: Any = SimpleNamespace(  # what a pass needs of a Training
@@ -187,6 +192,7 @@ def compile_for(job: Job, layout: Layout, device: torch.device) -> None:
         model=model.train(),
         predict=parallelize.plain(model),
         data=data,
+        evaluations=datasets.keys() - {"train"},
         autocast=autocast,
         norms=parallelize.batch_norms(model),
         parameters=[p for p in model.parameters() if p.requires_grad],

@@ -46,9 +46,10 @@ def answer(jobs: Sequence[Job], about: Callable[[Job], Any]) -> list[Any] | dict
     except Exception as error:
         if about is check:
             raise  # ranks will say it better
-        traceback.print_exception(error)
         what = tracebacks.in_a_line(tracebacks.describe(error))
-        fix = "if the model's shapes depend on values, explain cannot know them: run it"
+        tracebacks.hide_ours(error)
+        traceback.print_exception(error)
+        fix = "if the model looks at values, which explain does not have: run it"
         return {
             "error": {"what": f"a step without data failed: {what}", "fix": fix, "exit_code": 1}
         }

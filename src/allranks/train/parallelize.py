@@ -174,15 +174,30 @@ def blocks_of_their_own(model: nn.Module) -> list[nn.Module]:
 def buffers_unchanged(model: nn.Module) -> Iterator[None]:
     """A context after which the model's buffers are as they were before."""
     buffers = [buffer.clone() for buffer in model.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
 
 
 def plain(model: nn.Module) -> nn.Module:
     """The model without its DDP wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def compile_calls(module: nn.Module) -> None:
+    """Compile a module in its next calls.
+
+    Its method `compile` would not, if the class is one of torch's own (a Sequential).
+    """
+    module._compiled_call_impl = partial(torch.compile(call), module)
+
+
+def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module as torch does where it is not compiled."""
+    return module._call_impl(*args, **kwargs)
 
 
 def without_sync(model: nn.Module) -> AbstractContextManager[None]:

@@ -47,6 +47,7 @@ from allranks.train.parallelize import (
     SynchronisedBatchNorm,
     batch_norms,
     buffers_unchanged,
+    compile_calls,
     norms_count,
 )
 
@@ -370,7 +371,7 @@ class Pipeline:
     def compile(self) -> None:
         for stage in self.stages:
             for block in stage.blocks:
-                block.compile()
+                compile_calls(block)
 
     def forward_backward(self, t: Training, batch: Batch, want_loss: bool) -> Tensor | None:
         """Compute the gradients of the global batch's mean loss. Collective.
