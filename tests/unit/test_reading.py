@@ -10,7 +10,8 @@ import pytest
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord
-from allranks.timing.remarks import APART, fingerprints, remarks
+from allranks.run.shares import fingerprints
+from allranks.timing.remarks import APART, remarks
 from allranks.timing.steps import timing
 
 BATCHES = 3

@@ -27,8 +27,9 @@ from allranks.run.events import to_json
 from allranks.run.failures import missing_in_words
 from allranks.run.folder import ODD, RunDir, State, find_run
 from allranks.run.record import EARLY_EVENTS, read_ranks
+from allranks.run.shares import counted_prints
 from allranks.timing.limits.facts import Thresholds
-from allranks.timing.remarks import fingerprints, remarks, same_order, same_samples
+from allranks.timing.remarks import remarks, same_order, same_samples
 
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
@@ -303,7 +304,7 @@ def odd_folder(run: RunDir) -> list[Finding]:
 def data_findings(run: RunDir, attempt: int) -> list[Finding]:
     """Ranks or epochs that read the same samples."""
     records = read_ranks(run, attempt, EARLY_EVENTS)
-    seen = {rank: fingerprints(record) for rank, record in records.items()}
+    seen = counted_prints(records)
 
     def evidence(rank: int, epoch: int) -> Evidence:
         event = seen[rank][epoch, 0]

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 # Modules of the probe that hooks call.
 PARTS = (
     *("backward_pass", "batches", "data_loaders", "device_memory", "device_sampler"),
-    *("fingerprints", "graphs", "hooks"),
+    *("division", "fingerprints", "graphs", "hooks"),
     *("loaders", "memory_use", "model_inputs", "profile", "profilers", "recorder", "sampler"),
     *("samples", "tracing", "window"),
 )

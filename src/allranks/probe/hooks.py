@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from allranks.probe.backward_pass import Arrival, Hook, hook_backward
 from allranks.probe.compilers import hide_from_compilers, unless_compiled, unseen_by_compilers
 from allranks.probe.data_loaders import hook_loader
+from allranks.probe.division import Division, hook_functional, hook_peers
 from allranks.probe.model_inputs import watch_model
 from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter
@@ -48,14 +49,16 @@ def install(recorder: Recorder) -> Arrival:
     """Hook into torch, which has just been imported."""
     from torch.optim import optimizer
 
-    arrival = Arrival(recorder)
+    arrival, division = Arrival(recorder), Division(recorder)
     recorder.at_first_step.append(functools.partial(after_first_step, recorder, arrival))
     hook_optimizer(recorder, optimizer)
     hook_backward(recorder, arrival)
     hook_loader(recorder)
     hook_modes(recorder)
     hook_gradients(recorder)
-    arrival.later.append(hook_waiting(recorder))
+    arrival.later.append(hook_waiting(recorder, division))
+    arrival.later.append(functools.partial(hook_functional, division))
+    hook_peers(division)
     hook_meeting(recorder, arrival)
     hook_groups(recorder)
     hook_ddp(recorder)
@@ -174,7 +177,7 @@ def hook_gradients(recorder: Recorder) -> None:
     hook(torch.inference_mode)
 
 
-def hook_waiting(recorder: Recorder) -> Callable[[], None]:
+def hook_waiting(recorder: Recorder, division: Division) -> Callable[[], None]:
     """Time the waiting for exchanges that the script starts itself.
 
     Returns a function that hooks into functions with which the script has since replaced them.
@@ -193,7 +196,8 @@ def hook_waiting(recorder: Recorder) -> Callable[[], None]:
             for module in (torch.distributed, torch.distributed.distributed_c10d):
                 function = getattr(module, name, None)
                 if function is not None and function is not hooked.get((module, name)):
-                    timed = unless_compiled(function, around(recorder, function, exchange))
+                    watched = division.watch(around(recorder, function, exchange), exchange)
+                    timed = unless_compiled(function, watched)
                     hooked[module, name] = timed
                     setattr(module, name, timed)
 

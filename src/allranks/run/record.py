@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from allranks.run.events import read_events, read_last_events
 from allranks.run.folder import HEAD_BYTES, RunDir, State
+from allranks.run.shares import EARLY_KINDS, count_once
 from allranks.run.time_left import StepClock
 
 Event = dict[str, Any]
@@ -76,6 +77,7 @@ class RankRecord:
         self.devices: deque[Event] = deque(maxlen=most)
         self.checkpoints: deque[Event] = deque(maxlen=most)
         self.metrics: dict[str, float] = {}  # the last value of each
+        self.counts = True  # its samples; False if another rank counts them, see `count_once`
         self.others: defaultdict[str, deque[Event]] = defaultdict(lambda: deque(maxlen=most))
         # In UNIX time:
         self.moves: deque[float] = deque(maxlen=most)  # when it made progress
@@ -132,6 +134,15 @@ class RankRecord:
 
     def _take_metrics(self, values: Mapping[str, float | None]) -> None:
         self.metrics |= {name: value for name, value in values.items() if value is not None}
+
+    def count_nothing(self) -> None:
+        """Leave its samples to the rank that works on the same ones."""
+        self.counts = False
+        for event in (*self.steps, *self.others["epoch"]):
+            if "samples" in event:
+                event["samples"] = 0
+        for kind in ("counted", "dataset"):
+            self.others[kind].clear()
 
     @property
     def last_time(self) -> float | None:
@@ -225,8 +236,22 @@ def read_rank(run: RunDir, attempt: int, rank: int, most: int | None = None) -> 
 
 
 def read_ranks(run: RunDir, attempt: int, most: int | None = None) -> dict[int, RankRecord]:
-    """The records of all ranks of an attempt."""
-    return {rank: read_rank(run, attempt, rank, most) for rank in run.ranks(attempt)}
+    """The records of all ranks of an attempt, in which no samples count twice."""
+    records = {rank: read_rank(run, attempt, rank, most) for rank in run.ranks(attempt)}
+    count_once(records)
+    return records
+
+
+def read_counts(run: RunDir, attempt: int, kind: str) -> dict[int, RankRecord]:
+    """How ranks share samples, and their last events of a kind, in the same time for any files."""
+    records = {}
+    for rank in run.ranks(attempt):
+        path = run.events(attempt, rank)
+        early = (read_events(path, EARLY_BYTES, kind=one) for one in EARLY_KINDS)
+        last = read_last_events(path, COUNTED_BYTES, kind=kind)
+        records[rank] = RankRecord(rank, itertools.chain(*early, last))
+    count_once(records)
+    return records
 
 
 def read_ends(run: RunDir, attempt: int, rank: int, num_bytes: int = LAST_BYTES) -> RankRecord:
@@ -382,8 +407,8 @@ def samples_trained(run: RunDir, last: Mapping[int, RankRecord]) -> int | None:
 
     `last`: the last attempt. Reads all of the others.
     """
-    earlier = (read_rank(run, n, rank) for n in run.attempts()[:-1] for rank in run.ranks(n))
-    records = itertools.chain(earlier, last.values())
+    earlier = (read_ranks(run, attempt) for attempt in run.attempts()[:-1])
+    records = (one for of in itertools.chain(earlier, [last]) for one in of.values())
     return sum(event.get("samples", 0) for one in records for event in one.steps) or None
 
 
@@ -401,10 +426,7 @@ def steps_by_rank(run: RunDir) -> dict[int, int]:
 def counted_of(run: RunDir) -> Counted:
     """How reliable the counts of the last attempt are, by the last events of all its ranks."""
     attempt = max(run.attempts(), default=0)
-    return Counted.worst(
-        RankRecord(rank, read_last_events(run.events(attempt, rank), COUNTED_BYTES, kind="counted"))
-        for rank in run.ranks(attempt)
-    )
+    return Counted.worst(read_counts(run, attempt, "counted").values())
 
 
 def samples_per_epoch(run: RunDir) -> int | None:
@@ -413,7 +435,8 @@ def samples_per_epoch(run: RunDir) -> int | None:
     lead = read_rank(run, attempt, lead_rank(run, attempt), FIRST_EVENTS)
     if "samples_per_epoch" in lead.start:
         return int(lead.start["samples_per_epoch"])
-    of_ranks = [_samples_in_epoch(run, attempt, rank) for rank in run.ranks(attempt)]
+    counting = [rank for rank, one in read_counts(run, attempt, "counted").items() if one.counts]
+    of_ranks = [_samples_in_epoch(run, attempt, rank) for rank in counting]
     known = [samples for samples in of_ranks if samples]
     if known:
         return sum(known) if len(known) == len(of_ranks) else None

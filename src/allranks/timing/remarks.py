@@ -24,6 +24,7 @@ from allranks.run.record import (
     samples_by_rank,
     steps_in_all,
 )
+from allranks.run.shares import FEWEST_BATCHES, Fingerprints, counted_prints, first_batches
 from allranks.show.numbers import count, duration, number, ranks_in_words
 from allranks.timing.steps import (
     STOPPED_EARLY,
@@ -42,7 +43,6 @@ CAUSE: Conclusion = "cause"  # neither what limits it nor that nothing does
 
 MOST_BYTES = 8 << 20  # of events that are read in full: takes a second
 MOST_EVENTS = 32_000  # the first ones, read from all ranks together if there are more
-FEWEST_BATCHES = 2  # that must be equal to rule out chance
 UNEVEN = 0.02  # of the samples of a step
 LEAST_EXCHANGED = 1e-5  # of a step
 JUDGED_STEPS, JUDGED_SECONDS = 10, 10.0  # with fewer steps in less time, nothing is compared
@@ -60,8 +60,6 @@ ORDER = (
     *("unknown-samples", "alone", "same-samples", "too-short", "idle-rank", "uneven-ranks"),
     *("warm-up", "early-end", "resumed-script", ABOUT_SAMPLES, "same-order"),
 )
-
-Fingerprints = dict[tuple[int, int], dict[str, Any]]  # by epoch and batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,7 @@ def of_samples(timing: Timing) -> Iterable[Remark]:
 
 def of_ranks(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Remark]:
     """What the ranks read, and whether they train together."""
-    seen = {rank: fingerprints(record) for rank, record in records.items()}
+    seen = counted_prints(records)
     if not exchanges(timing):
         yield Remark(
             "alone",
@@ -171,7 +169,8 @@ def of_ranks(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Rema
         yield Remark(
             "same-samples",
             f"{ranks_in_words(alike)} read the same samples, and samples/s counts them once for "
-            "each rank; give the loader a DistributedSampler",
+            "each rank; give the loader a DistributedSampler, unless these ranks divide a model in "
+            "a way that was not seen",
             (SPEEDUP,),
         )
     if same_order(seen):
@@ -269,27 +268,12 @@ def of_attempts(run: RunDir) -> Iterable[Remark]:
         )
 
 
-def fingerprints(record: RankRecord) -> Fingerprints:
-    """The fingerprints of the loader that a rank trains on; empty if it is not clear which."""
-    seen = [event for event in record.others["batch"] if event.get("trained", True)]
-    loader = min((e["loader"] for e in seen if "loader" in e), default=None)
-    found: Fingerprints = {}
-    for event in seen:
-        if event.get("loader") == loader:
-            key = (int(event["epoch"]), int(event["batch"]))
-            if key in found:
-                return {}
-            found[key] = dict(event)
-    return found
-
-
 def same_samples(seen: Mapping[int, Fingerprints]) -> list[int]:
     """The ranks that begin with the same batches; empty if none do."""
     by_content: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank, prints in seen.items():
-        first = [prints.get((1, batch), {}).get("content") for batch in range(FEWEST_BATCHES)]
-        if all(value is not None for value in first) and len(set(first)) == len(first):
-            by_content[tuple(first)].append(rank)
+        if (first := first_batches(prints, "content")) is not None:
+            by_content[first].append(rank)
     return next((ranks for ranks in by_content.values() if len(ranks) > 1), [])
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, read_both_ends, read_ranks
+from allranks.run.shares import count_once
 from allranks.show.numbers import count, duration, percent
 from allranks.timing.limits import SAYING
 from allranks.timing.limits.facts import LEAST_GAIN, Facts, Thresholds
@@ -232,9 +233,11 @@ def read_ends_within(run: RunDir, attempt: int, most: int) -> dict[int, RankReco
     each = max(LEAST_BYTES, most // len(ranks))
     # Not the first rank, of the run or of a node: it often does more than the others.
     leasts = {sorted(ranks)[len(ranks) // 2 - 1]: TRACE_BYTES}
-    return {
+    records = {
         rank: read_both_ends(run, attempt, rank, each, least=leasts.get(rank, 0)) for rank in ranks
     }
+    count_once(records)
+    return records
 
 
 def not_measured(run: RunDir, records: Mapping[int, RankRecord]) -> Verdict:

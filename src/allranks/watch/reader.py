@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from allranks.run.folder import RunDir
-from allranks.run.record import Event, RankRecord
+from allranks.run.record import Event, RankRecord, read_counts
 from allranks.timing.steps import LEAST_LATE, is_longer, split_waits
 from allranks.timing.timeline import DATA, PHASES, WAIT
 from allranks.watch.tail import EventTail
@@ -19,6 +19,7 @@ from allranks.watch.views import History, Parts, RankView
 MAX_BUCKETS = 256
 MAX_POINTS = 512
 RECENT_STEPS = 32
+EARLY_SECONDS = 5.0  # in which every rank writes what its first steps show
 CURVES = ("seconds", DATA, WAIT, "samples", "utilization", "cpu")
 DEVICE_KEYS = (
     *("utilization", "memory", "memory_total", "power", "power_limit", "temperature"),
@@ -222,6 +223,7 @@ class RunReader:
         self._past_checkpoint: int | None = None
         self._parts: Parts | None = None
         self._has_parts = False
+        self._num_counting: int | None = None  # ranks whose samples count, once some are shared
 
     def look(self, *, all_ranks: bool, seconds: float = math.inf) -> bool:
         """Read what is new of the lead rank, or of all ranks; returns whether there was anything.
@@ -254,6 +256,7 @@ class RunReader:
         self._past_steps = self.steps_made or 0
         self._past_epochs += 0 if self.lead.counts_on else self.lead.epochs_completed or 0
         self.attempt, self.ranks, self.lead = number, {}, self._nobody()
+        self._num_counting = None
 
     def _nobody(self) -> RankReader:
         """The lead rank before there is one: it has reported nothing."""
@@ -314,7 +317,17 @@ class RunReader:
     def samples_per_second(self, world_size: int | None) -> float | None:
         """Of all ranks: as reported at the end, else over the lead rank's last steps."""
         said = self._said_pace()
-        return said if said is not None else self.lead.samples_per_second(world_size)
+        return said if said is not None else self.lead.samples_per_second(self._shares(world_size))
+
+    def _shares(self, world_size: int | None) -> int | None:
+        """How many ranks count samples: all of them, unless some work on the same ones."""
+        if world_size is None or self.attempt is None or not self.lead.others["divided"]:
+            return world_size
+        is_early = (self.lead.heard or 0.0) - (self.lead.began or 0.0) < EARLY_SECONDS
+        if self._num_counting is None or is_early:
+            records = read_counts(self.run, self.attempt, "counted")
+            self._num_counting = sum(record.counts for record in records.values())
+        return self._num_counting
 
     def steady_pace(self, world_size: int) -> float | None:
         """Samples per second of all ranks over the whole attempt except its beginning."""
@@ -324,7 +337,8 @@ class RunReader:
         if seconds is None or samples is None:
             return None
         first = 1 if len(seconds.sums) > 1 else 0
-        took, trained = sum(seconds.sums[first:]), sum(samples.sums[first:]) * world_size
+        counting = self._shares(world_size) or world_size
+        took, trained = sum(seconds.sums[first:]), sum(samples.sums[first:]) * counting
         if batch := self.lead.start.get("global_batch"):
             trained = batch * sum(seconds.counts[first:])
         return trained / took if took else None
@@ -380,12 +394,12 @@ class RunReader:
             for key in CURVES
         }
         samples, lead, start = rows.pop("samples"), self.lead.rank, self.lead.start
-        batch, world = start.get("global_batch"), start.get("world_size") or 1
+        batch, counting = start.get("global_batch"), self._shares(start.get("world_size")) or 1
         pairs = zip(samples.get(lead, ()), rows["seconds"].get(lead, ()), strict=False)
         return History(
             width=width,
             samples_per_second=tuple(
-                (batch or (number or 0) * world) / took or None if took else None
+                (batch or (number or 0) * counting) / took or None if took else None
                 for number, took in pairs
             ),
             ranks={key: of_ranks for key, of_ranks in rows.items() if of_ranks},
