@@ -2,7 +2,8 @@
 
 They exchange activations: tensors of several dimensions, in the forward pass. Gradients are
 exchanged after it, and FSDP, DDP and ZeRO gather parameters and buffers as flat tensors. Only
-shapes are looked at, never values, so no device is waited for.
+shapes are looked at, never values, so no device is waited for. Exchanges within compiled code are
+not seen; there, the names of the axes over which parameters are divided say the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -25,6 +27,8 @@ LEAST_SEEN = 2  # steps: an initial exchange happens once
 SUMS = ("all_reduce", "reduce", "reduce_scatter")  # beginnings of names
 PEER_TO_PEER = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 # Functions with which torch itself divides models (DTensor).
+TENSOR_PARALLEL = "tensor-parallel"
+TENSOR_AXES = ("tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel")
 FUNCTIONAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_tensor")
 
 
@@ -33,7 +37,9 @@ class Division:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._steps: defaultdict[tuple[tuple[int, ...], str], set[int]] = defaultdict(set)
+        # By the ranks of an exchange, and whether it sums: in which steps it was seen.
+        self._steps: defaultdict[tuple[tuple[int, ...], bool], set[int]] = defaultdict(set)
+        self._written: set[tuple[tuple[int, ...], bool]] = set()
 
     def watch(self, function: Callable[..., Any], exchange: str) -> Callable[..., Any]:
         """Wrap a function that exchanges tensors, to look at its calls in the first steps."""
@@ -49,22 +55,38 @@ class Division:
         return call
 
     def _look(self, function: Any, exchange: str, args: Any, kwargs: Any) -> None:
-        recorder, timeline, name = self.recorder, self.recorder.timeline, function.__name__
+        timeline, name = self.recorder.timeline, function.__name__
         # The stages of a pipeline send and receive in all parts of a step.
         is_forward = timeline.label == FORWARD and get_ident() == timeline.thread
         if not (is_forward or name in PEER_TO_PEER):
             return
-        with recorder.guarded:
+        with suppress(Exception):  # arguments that torch will not accept either
             given = inspect.signature(function).bind(*args, **kwargs).arguments
             tensor = next(tensors(list(given.values())), None)
             if tensor is None or tensor.dim() < LEAST_DIMS:
                 return
-            key = (self._ranks(name, given), exchange)
-            self._steps[key].add(timeline.num_steps)
-            if len(self._steps[key]) == LEAST_SEEN and len(key[0]) > 1 and recorder.step > 0:
-                self._steps[key].add(-1)  # written
-                sums = name.startswith(SUMS) or name in PEER_TO_PEER
-                recorder.write_past("divided", ranks=[*key[0]], exchange=exchange, sums=sums)
+            ranks, sums = self._ranks(name, given), name.startswith(SUMS) or name in PEER_TO_PEER
+            seen = self._steps[ranks, sums]
+            seen.add(timeline.num_steps)
+            if len(seen) >= LEAST_SEEN:
+                self._write(ranks, exchange, sums)
+
+    def look_at_axes(self, optimizer: Any) -> None:
+        """Look at how the parameters are divided, which torch's distributed tensors say."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            mesh = getattr(parameter, "device_mesh", None)
+            for dim, name in enumerate(getattr(mesh, "mesh_dim_names", None) or ()):
+                if name in TENSOR_AXES and parameter.placements[dim].is_shard():
+                    with suppress(Exception):  # a mesh that this rank is not part of
+                        self._write(tuple(ranks_of((mesh, dim))), TENSOR_PARALLEL, sums=True)
+
+    def _write(self, ranks: tuple[int, ...], exchange: str, sums: bool) -> None:
+        """Say once who computes one copy of the model together."""
+        key, recorder = (ranks, sums), self.recorder
+        is_script = not recorder.timeline.is_taken  # a task knows, and says so itself
+        if is_script and key not in self._written and len(ranks) > 1 and recorder.step > 0:
+            self._written.add(key)
+            recorder.write_past("divided", ranks=[*ranks], exchange=exchange, sums=sums)
 
     def _ranks(self, name: str, given: dict[str, Any]) -> tuple[int, ...]:
         """The ranks that take part in an exchange with these arguments."""
@@ -117,5 +139,5 @@ def hook_functional(division: Division) -> None:
         if not (name.startswith(FUNCTIONAL) and inspect.isfunction(original)):
             continue
         if "group" in inspect.signature(original).parameters:
-            watched = division.watch(original, "tensor-parallel")
+            watched = division.watch(original, TENSOR_PARALLEL)
             setattr(functional, name, unless_compiled(original, watched))

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from allranks.probe.backward_pass import Arrival, Hook, hook_backward
 from allranks.probe.compilers import hide_from_compilers, unless_compiled, unseen_by_compilers
 from allranks.probe.data_loaders import hook_loader
-from allranks.probe.division import Division, hook_functional, hook_peers
+from allranks.probe.division import TENSOR_PARALLEL, Division, hook_functional, hook_peers
 from allranks.probe.model_inputs import watch_model
 from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter
@@ -35,7 +35,6 @@ SYNCHRONOUS = {
     **dict.fromkeys(("all_to_all", "all_to_all_single"), "all-to-all"),
     **{name: name for name in ("broadcast", "reduce", "barrier")},
 }
-TENSOR_PARALLEL = "tensor-parallel"
 # A process group's names for these collectives, and for others.
 EXCHANGES = (
     *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced"),
@@ -58,6 +57,7 @@ def install(recorder: Recorder) -> Arrival:
     hook_gradients(recorder)
     arrival.later.append(hook_waiting(recorder, division))
     arrival.later.append(functools.partial(hook_functional, division))
+    recorder.at_first_step.append(division.look_at_axes)
     hook_peers(division)
     hook_meeting(recorder, arrival)
     hook_groups(recorder)

@@ -8,7 +8,6 @@ the same samples without such exchanges do the same work twice, by mistake.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from allranks.show.numbers import ranks_in_words
@@ -50,65 +49,87 @@ def first_batches(prints: Fingerprints, key: str) -> tuple[Any, ...] | None:
 def count_once(records: Mapping[int, RankRecord]) -> None:
     """Leave the samples of ranks that compute one copy of the model to one of them.
 
-    It is the one whose samples were seen in a loader. A task's ranks write their counts like that.
+    It is the first that has a loader. A task's ranks write their counts like that themselves.
     """
     prints = {rank: fingerprints(record) for rank, record in records.items()}
-    share, doubts = shares(records, prints)
-    if all(rank == of for rank, of in share.items()) and not doubts:
-        return
+    share, unknown = shares(records, prints)
     for one in set(share.values()):
         members = [rank for rank in share if share[rank] == one]
-        counts = next((rank for rank in members if prints[rank]), members[0])
-        for rank in members:
+        counting = next((rank for rank in members if prints[rank]), members[0])
+        for rank in members if len(members) > 1 else ():
             records[rank].start = {**records[rank].start, "data_rank": one}
-            if rank != counts:
+            if rank != counting:
                 records[rank].count_nothing()
-        if doubt := next((doubts[rank] for rank in members if rank in doubts), None):
-            records[counts].others["counted"].append(doubt | {"epochs": "measured"})
+        before = records[counting].counted
+        who = set[int]().union(*(unknown.get(rank, ()) for rank in members))
+        if who and before.samples != "unknown":
+            how = "once" if who <= {*members} else "for each rank"
+            why = f"{ranks_in_words(who)} exchange activations, and whether they work on the same "
+            why += f"samples was not seen: counted {how}"
+            doubt = {"samples": "about", "epochs": before.epochs, "why": why}
+            records[counting].others["counted"].append(doubt)
 
 
 def shares(
     records: Mapping[int, RankRecord], prints: Mapping[int, Fingerprints]
-) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
-    """The first rank of those that each one shares its samples with; and doubts about that."""
-    share = {rank: rank for rank in records}
-    doubts: dict[int, dict[str, Any]] = {}
-    for (one, other), sums in sorted(links(records).items()):
-        is_same = are_same(prints[one], prints[other], sums)
-        if is_same is None:
-            # A rank without a loader is given what the other reads; without any, nobody knows.
-            if not sums or bool(prints[one]) == bool(prints[other]):
-                who = f"{ranks_in_words([one, other])} exchange activations, and whether they work "
-                assumed = ": they are taken to" if sums else ", so these may count twice"
-                why = f"{who}on the same samples was not seen{assumed}"
-                doubts[one] = doubts[other] = {"samples": "about", "why": why}
-            is_same = sums
-        if is_same:
-            kept, gone = sorted((share[one], share[other]))
-            share = {rank: kept if of == gone else of for rank, of in share.items()}
-    return share, doubts
+) -> tuple[dict[int, int], dict[int, set[int]]]:
+    """The first rank of those that each one shares its samples with; and of whom that is unknown.
 
-
-def links(records: Mapping[int, RankRecord]) -> dict[tuple[int, int], bool]:
-    """The pairs of ranks that exchange activations; whether these are summed or passed on."""
-    found: dict[tuple[int, int], bool] = {}
-    for record in records.values():
-        for event in record.others["divided"]:
-            ranks = sorted(rank for rank in event["ranks"] if rank in records)
-            for pair in combinations(ranks, 2):
-                found[pair] = found.get(pair, False) or bool(event.get("sums"))
-    return found
-
-
-def are_same(one: Fingerprints, other: Fingerprints, sums: bool) -> bool | None:
-    """Whether two ranks that exchange activations read the same samples; None if not known.
-
-    The first stage of a pipeline may read the inputs, and the last one the labels: then only their
-    indices agree.
+    Activations are summed, or passed on, for the same samples alone: a rank without a loader is
+    given what the others read. The first stage of a pipeline may read the inputs, and the last one
+    the labels: then only their indices agree.
     """
-    found = []
-    for key in ("content", "indices"):
-        mine, theirs = first_batches(one, key), first_batches(other, key)
-        if mine is not None and theirs is not None:
-            found.append(mine == theirs)
-    return (any(found) if sums else found[0]) if found else None
+    share, unknown = {rank: rank for rank in records}, dict[int, set[int]]()
+    content, indices = (
+        {rank: first_batches(each, key) for rank, each in prints.items()}
+        for key in ("content", "indices")
+    )
+    for ranks in joined(groups(records, sums=True)):
+        for key in (content, indices):
+            join_equal(share, ranks, key)
+        blind = {rank for rank in ranks if content[rank] is None and indices[rank] is None}
+        copies = {share[rank] for rank in ranks - blind}
+        if blind and len(copies) < 2:
+            join(share, ranks)
+        if (len(copies) != 1 and blind) or any(prints[rank] for rank in blind):
+            unknown |= dict.fromkeys(ranks, ranks)
+    for ranks in groups(records, sums=False):
+        key = {rank: indices[rank] if content[rank] is None else content[rank] for rank in ranks}
+        join_equal(share, ranks, key)
+        known = {share[rank] for rank in ranks if key[rank] is not None}
+        if not {share[rank] for rank in ranks} <= known and len({share[r] for r in ranks}) > 1:
+            unknown |= dict.fromkeys(ranks, ranks)
+    return share, unknown
+
+
+def groups(records: Mapping[int, RankRecord], *, sums: bool) -> list[set[int]]:
+    """The groups of ranks that exchange activations, and do or do not sum them or pass them on."""
+    events = (event for record in records.values() for event in record.others["divided"])
+    found = {frozenset(each["ranks"]) for each in events if bool(each.get("sums")) == sums}
+    return [{*ranks} & {*records} for ranks in sorted(found, key=sorted)]
+
+
+def joined(found: list[set[int]]) -> list[set[int]]:
+    """The groups, with those that have ranks in common as one."""
+    whole: list[set[int]] = []
+    for ranks in found:
+        near = [one for one in whole if one & ranks]
+        whole = [one for one in whole if one not in near] + [ranks.union(*near)]
+    return whole
+
+
+def join_equal(share: dict[int, int], ranks: set[int], key: Mapping[int, Any]) -> None:
+    """Let those of the ranks whose key is the same share their samples."""
+    equal: dict[Any, set[int]] = {}
+    for rank in ranks:
+        if key[rank] is not None:
+            equal.setdefault(key[rank], set()).add(rank)
+    for same in equal.values():
+        join(share, same)
+
+
+def join(share: dict[int, int], ranks: set[int]) -> None:
+    """Let these ranks share their samples."""
+    gone = {share[rank] for rank in ranks}
+    if len(gone) > 1:
+        share |= {rank: min(gone) for rank, of in share.items() if of in gone}
