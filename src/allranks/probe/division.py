@@ -104,14 +104,14 @@ class Division:
 def ranks_of(group: Any) -> list[int]:
     """The ranks of a group, in any form that torch accepts; None: the default group."""
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d
 
     if isinstance(group, list):
         return group
     if isinstance(group, tuple):
         group = group[0].get_group(group[1])  # one dimension of a mesh
     elif isinstance(group, str):
-        group = distributed_c10d._resolve_process_group(group)
+        c10d: Any = dist.distributed_c10d
+        group = c10d._resolve_process_group(group)
     elif hasattr(group, "get_group"):
         group = group.get_group()
     return dist.get_process_group_ranks(group)
