@@ -50,6 +50,38 @@ from torch.distributed.tensor.parallel import (
 mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
 parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 """
+BY_HAND = """
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        dist.all_reduce(x, group=tensor_group)
+        return x
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+class Divided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1, bias=False)
+    def forward(self, x):
+        return Sum.apply(self.second(self.first(x).relu()))
+"""
+ALL_TO_ALL = """
+class Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        got = torch.empty_like(x)
+        dist.all_to_all_single(got, x.contiguous())
+        return got
+    @staticmethod
+    def backward(ctx, gradient):
+        return Swap.forward(ctx, gradient)
+class Swapped(nn.Module):
+    def forward(self, x):
+        return Swap.apply(x)
+model = DDP(nn.Sequential(nn.Linear(8, 8), Swapped(), nn.Linear(8, 8), Swapped(), nn.Linear(8, 1)))
+"""
 SHARDED = """
 from torch.distributed.fsdp import fully_shard
 """
@@ -69,22 +101,8 @@ for x, y in batches(rank // 2, 2):
     ),
     Form(
         "layers divided by hand, in groups of the script's own",
-        """
-class Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        x = x.contiguous()
-        dist.all_reduce(x, group=tensor_group)
-        return x
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-class Divided(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1, bias=False)
-    def forward(self, x):
-        return Sum.apply(self.second(self.first(x).relu()))
+        BY_HAND
+        + """
 tensor_group = dist.new_group([0, 1])
 model = Divided()
 optimizer = torch.optim.AdamW(model.parameters())
@@ -180,6 +198,82 @@ for step in range(12):
         2,
         1,
         counted="about",
+    ),
+    Form(
+        "one rank of each tensor group reads, and broadcasts",
+        BY_HAND
+        + """
+groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+tensor_group = groups[rank // 2]
+model = Divided()
+optimizer = torch.optim.AdamW(model.parameters())
+read = iter(batches(rank // 2, 2)) if rank % 2 == 0 else None
+for step in range(STEPS):
+    x, y = next(read) if read else (torch.empty(4, 8), torch.empty(4, 1))
+    for each in (x, y):
+        dist.broadcast(each, rank // 2 * 2, group=tensor_group)
+    mse_loss(model(x), y).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=copies[rank % 2])
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        4,
+        2,
+    ),
+    Form(
+        "a pipeline by hand, two times",
+        """
+part, last = rank // 2, rank % 2 == 1
+copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+net = nn.Linear(8, 1) if last else nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(net.parameters())
+targets = TensorDataset(torch.randn(96, 1)) if last else TensorDataset(torch.randn(96, 8))
+for (each,) in batches(part, 2, targets):
+    if last:
+        got = torch.empty(4, 8)
+        dist.recv(got, rank - 1)
+        mse_loss(net(got.requires_grad_()), each).backward()
+        dist.send(got.grad, rank - 1)
+    else:
+        out = net(each)
+        dist.send(out.detach(), rank + 1)
+        gradient = torch.empty_like(out)
+        dist.recv(gradient, rank + 1)
+        out.backward(gradient)
+    for p in net.parameters():
+        dist.all_reduce(p.grad, group=copies[rank % 2])
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        4,
+        2,
+    ),
+    Form(
+        "parts of one sequence",
+        ALL_TO_ALL
+        + """
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in batches(0, 1):
+    model(x.chunk(2, dim=1)[rank].repeat(1, 2)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        2,
+        1,
+    ),
+    Form(
+        "experts, of samples that each rank has in a file of its own",
+        ALL_TO_ALL
+        + """
+optimizer = torch.optim.AdamW(model.parameters())
+torch.manual_seed(rank)
+for x, y in DataLoader(TensorDataset(torch.randn(48, 8), torch.randn(48, 1)), batch_size=4):
+    train(x, y)
+""",
+        2,
+        2,
     ),
     Form(
         "tensor parallel, compiled",

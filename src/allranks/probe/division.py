@@ -44,32 +44,32 @@ class Division:
     def watch(self, function: Callable[..., Any], exchange: str) -> Callable[..., Any]:
         """Wrap a function that exchanges tensors, to look at its calls in the first steps."""
         timeline, look = self.recorder.timeline, self._look
+        name, signature = getattr(function, "__name__", ""), functools.cache(inspect.signature)
 
         @unseen_by_compilers
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if timeline.num_steps <= EARLY_STEPS and timeline.is_on:
-                look(function, exchange, args, kwargs)
+                with suppress(Exception):  # arguments that torch will not accept either
+                    look(name, exchange, signature(function).bind(*args, **kwargs).arguments)
             return function(*args, **kwargs)
 
         return call
 
-    def _look(self, function: Any, exchange: str, args: Any, kwargs: Any) -> None:
-        timeline, name = self.recorder.timeline, function.__name__
+    def _look(self, name: str, exchange: str, given: dict[str, Any]) -> None:
+        timeline = self.recorder.timeline
         # The stages of a pipeline send and receive in all parts of a step.
         is_forward = timeline.label == FORWARD and get_ident() == timeline.thread
         if not (is_forward or name in PEER_TO_PEER):
             return
-        with suppress(Exception):  # arguments that torch will not accept either
-            given = inspect.signature(function).bind(*args, **kwargs).arguments
-            tensor = next(tensors(list(given.values())), None)
-            if tensor is None or tensor.dim() < LEAST_DIMS:
-                return
-            ranks, sums = self._ranks(name, given), name.startswith(SUMS) or name in PEER_TO_PEER
-            seen = self._steps[ranks, sums]
-            seen.add(timeline.num_steps)
-            if len(seen) >= LEAST_SEEN:
-                self._write(ranks, exchange, sums)
+        tensor = next(tensors(list(given.values())), None)
+        if tensor is None or tensor.dim() < LEAST_DIMS:
+            return
+        ranks, sums = self._ranks(name, given), name.startswith(SUMS) or name in PEER_TO_PEER
+        seen = self._steps[ranks, sums]
+        seen.add(timeline.num_steps)
+        if len(seen) >= LEAST_SEEN:
+            self._write(ranks, exchange, sums)
 
     def look_at_axes(self, optimizer: Any) -> None:
         """Look at how the parameters are divided, which torch's distributed tensors say."""
