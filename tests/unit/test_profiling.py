@@ -118,6 +118,22 @@ def test_a_trace_ends_when_a_graph_is_captured_and_another_may_follow(recorder: 
     assert profilers.why_not() is None
 
 
+def test_a_trace_may_end_by_a_signal_while_a_function_begins(recorder: Recorder) -> None:
+    any_recorder: Any = recorder
+    profilers, enter = Profilers(any_recorder), torch.ops.profiler._record_function_enter_new
+
+    def interrupted(*args: Any) -> Any:
+        profilers.stop()
+        return enter(*args)
+
+    profilers.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.profiler, "_record_function_enter_new", interrupted)
+        function = torch.profiler.record_function("the script's own")
+        with function:
+            assert function.record is not None and not profilers.is_running
+
+
 def test_torchs_own_messages_are_as_without_our_profilers() -> None:
     """In a new process: torch sets their level when its profiler first starts."""
     begin = "from allranks.probe.profilers import *; from types import SimpleNamespace as Any\n"

@@ -187,8 +187,9 @@ class Profilers:
                 setattr(kind, name, original)
         while self._open:
             _, function = self._open.popitem()
-            function.__exit__(None, None, None)
-            function.run_callbacks_on_exit = False  # when the script ends it
+            if function.record is not None:  # a signal may come before it has begun
+                function.__exit__(None, None, None)
+                function.run_callbacks_on_exit = False  # when the script ends it
 
 
 def crashes_with_graphs() -> bool:
