@@ -267,19 +267,28 @@ def test_a_graph_that_does_not_work_changes_nothing(
     assert why in found.compiles[-1]["why"]
 
 
-@pytest.mark.parametrize(("decided", "last"), [(0, EAGER), (20, EAGER), (30, EAGER + GRAPH)])
-def test_a_form_that_was_only_tried_or_for_other_steps_is_measured_again(
-    tmp_path: Path, decided: int, last: str
-) -> None:
-    run = a_run(tmp_path / "auto", DIGITS)
-    stored = {"layout": "1x1", "device": "CPU", "torch": torch.__version__, "decided": decided}
-    forms = [[1, EAGER], [4, EAGER + GRAPH]]
-    (run.path / "compile.json").write_text(json.dumps({**stored, "forms": forms}))
-    seconds = {EAGER: 1.0, EAGER + GRAPH: 2.0}
-    found = alone(tmp_path, run.path, 0, "", rules(start_child=NoChild()), seconds)
-    assert found.forms["forms"][-1][1] == found.compiles[-1]["form"] == last
-    assert len(found.forms["forms"]) == (3 if last == EAGER else 2)
-    assert found.compiles[-1]["times"] == (seconds if last == EAGER else {})
+def after(folder: Path, decided: int, forms: list[Any], seconds: dict[str, float]) -> Trained:
+    """A run that an earlier attempt left with such a record."""
+    run = a_run(folder / f"decided-{decided}", DIGITS)
+    stored = {"layout": "1x1", "device": "CPU", "torch": torch.__version__}
+    stored |= {"forms": forms, "decided": decided}
+    (run.path / "compile.json").write_text(json.dumps(stored))
+    return a_training(run.path, 0, "", rules(start_child=NoChild()), seconds)
+
+
+def all_after(folder: Path, *args: Any) -> list[Trained]:
+    return [after(folder, decided, *args) for decided in (0, 20, 30)]
+
+
+def test_a_form_that_was_only_tried_or_for_other_steps_is_measured_again(tmp_path: Path) -> None:
+    forms, seconds = [[1, EAGER], [4, EAGER + GRAPH]], {EAGER: 1.0, EAGER + GRAPH: 2.0}
+    (found,) = run_ranks(all_after, 1, tmp_path, tmp_path, forms, seconds, timeout=120)
+    for one in found[:2]:
+        assert [form for _, form in one.forms["forms"]] == [EAGER, EAGER + GRAPH, EAGER]
+        assert one.compiles[-1]["form"] == EAGER
+        assert one.compiles[-1]["times"] == seconds
+    assert [list(pair) for pair in found[2].forms["forms"]] == forms
+    assert found[2].compiles[-1]["times"] == {}
 
 
 def test_nothing_is_compiled_once_the_steps_left_would_not_pay_for_it(tmp_path: Path) -> None:
