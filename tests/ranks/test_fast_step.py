@@ -270,9 +270,8 @@ def test_a_graph_that_does_not_work_changes_nothing(
 def after(folder: Path, decided: int, forms: list[Any], seconds: dict[str, float]) -> Trained:
     """A run that an earlier attempt left with such a record."""
     run = a_run(folder / f"decided-{decided}", DIGITS)
-    stored = {"layout": "1x1", "device": "CPU", "torch": torch.__version__}
-    stored |= {"forms": forms, "decided": decided}
-    (run.path / "compile.json").write_text(json.dumps(stored))
+    stored = {"layout": "1x1", "device": "CPU", "torch": torch.__version__, "decided": decided}
+    (run.path / "compile.json").write_text(json.dumps({**stored, "forms": forms}))
     return a_training(run.path, 0, "", rules(start_child=NoChild()), seconds)
 
 
