@@ -26,7 +26,7 @@ from allranks.job.job import Compress, Optimizer
 from allranks.run import commits
 from allranks.run.events import EventLog
 from allranks.train.checkpoint import Checkpointer, named_parameters
-from allranks.train.compress import CompressedGradients, plain_bytes
+from allranks.train.compress import AveragedWeights, CompressedGradients, plain_bytes
 from allranks.train.data import Progress
 from allranks.train.mesh import Ranks
 from allranks.train.optim import Schedule, allocate_state
@@ -202,6 +202,28 @@ def test_averaging_after_every_step_of_sgd_is_plain_data_parallelism(allranks: A
         found = losses(run(allranks, *words, f"compress={compress}"))
         assert found.keys() == expected.keys()
         assert found == pytest.approx(expected, rel=1e-5), compress
+
+
+def test_the_outer_step_of_diloco_is_torchs_nesterov() -> None:
+    torch.manual_seed(0)
+    model, reference = nn.Linear(3, 2), nn.Linear(3, 2)
+    reference.load_state_dict(model.state_dict())
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = torch.optim.SGD(reference.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    averaged = AveragedWeights(Compress(name="diloco", every=2), model, inner, Ranks())
+    averaged.begin(model, 0, Schedule(Optimizer(), num_steps=100))
+    for step in range(1, 9):
+        (model(torch.randn(4, 3)) - 1).square().mean().backward()
+        inner.step()
+        inner.zero_grad()
+        if step % 2 == 0:  # the way back to where the round began is its gradient
+            for start, weight in zip(reference.parameters(), model.parameters(), strict=True):
+                start.grad = (start - weight).detach()
+            outer.step()
+        averaged.after_step(step)
+        if step % 2 == 0:
+            for start, weight in zip(reference.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(weight, start)
 
 
 def cut_short(run_dir: Path, step: int) -> None:

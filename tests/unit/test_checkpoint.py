@@ -112,7 +112,7 @@ def reseal(commit: Commit) -> None:
 # --- There and back -----------------------------------------------------------------------------
 
 
-def with_shared_buffer() -> nn.Module:
+def with_shared_buffer() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     buffer = torch.arange(3.0)
     for module in model:

@@ -19,13 +19,19 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from allranks.errors import AllranksError
 from allranks.train.initial import Recording, fill
 from allranks.train.mesh import Mesh, Ranks
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+# Of a checkpointed forward pass, and of its repetition.
+Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
 
 # torch 2.13 renamed it, and warns about the old name.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -268,11 +274,10 @@ def checkpoint_activations(model: nn.Module, *, selective: bool) -> None:
             fix="write activation_checkpointing: off, or put the model's layers in one",
         )
     for name, block in list(blocks.named_children()):
-        norms = batch_norms(block)
-        contexts = (
-            {"context_fn": partial(_contexts, norms, selective)} if norms or selective else {}
-        )
-        setattr(blocks, name, checkpoint_wrapper(block, **contexts))
+        contexts: Contexts = _keep_matrix_products if selective else noop_context_fn
+        if norms := batch_norms(block):
+            contexts = partial(_counting_again, norms, contexts)
+        setattr(blocks, name, checkpoint_wrapper(block, context_fn=contexts))
 
 
 def repeated_blocks(model: nn.Module) -> nn.Module | None:
@@ -298,21 +303,17 @@ _COSTLY = {
 }
 
 
-def _contexts(
-    norms: list[SynchronisedBatchNorm], selective: bool
+def _counting_again(
+    norms: list[SynchronisedBatchNorm], contexts: Contexts
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For a block's forward pass, and for recomputing it, with the samples that it counts now."""
-    first, again = _keep_matrix_products() if selective else (nullcontext(), nullcontext())
-    return first, _counting_again(norms, norms[0].counted, again) if norms else again
+    """Contexts in which the recomputed norms count the samples that they count now."""
+    first, again = contexts()
+    return first, _both(norms_count(norms, norms[0].counted), again)
 
 
 @contextlib.contextmanager
-def _counting_again(
-    norms: list[SynchronisedBatchNorm],
-    counted: Tensor | None,
-    inner: AbstractContextManager[None],
-) -> Iterator[None]:
-    with norms_count(norms, counted), inner:
+def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
+    with one, other:
         yield
 
 
