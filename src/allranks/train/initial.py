@@ -131,7 +131,7 @@ class Recording(TorchDispatchMode):
             return self.whole(args[0]).item()
         result = func(*args, **kwargs)
         self._num_steps += 1
-        # As they are now: `tensor.data = other`, as in `model.bfloat16()`, changes what they are of.
+        # As they are now: `model.bfloat16()` changes what they are of, by `tensor.data = other`.
         args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         known = {_storage(tensor) for tensor in given}
