@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -298,6 +300,25 @@ def test_nothing_is_compiled_once_the_steps_left_would_not_pay_for_it(tmp_path: 
     assert "would not pay" in found.compiles[-1]["why"]
 
 
+def compiled_before(folder: Path) -> list[list[str]]:
+    """The forms of a run's step: before, and after another one has compiled it."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+    asked = rules(start_child=NoChild(), make_graph=None, foreground_pays=1e9, cached_pays=0.0)
+    found = []
+    for name, more in ("auto", {}), ("true", {"compile": True, "steps": 2}), ("again", {}):
+        run = a_run(folder / name, {**DIGITS, "options": {"network": "mlp"}, **more})
+        made = a_training(run.path, rules=None if more else asked)
+        found.append([form for _, form in made.forms["forms"]] if made.forms else [])
+    return found
+
+
+def test_a_step_that_was_compiled_before_is_compiled_without_waiting_for_a_child(
+    tmp_path: Path,
+) -> None:
+    (forms,) = run_ranks(compiled_before, 1, tmp_path, tmp_path, timeout=200)
+    assert forms == [[EAGER], [], [EAGER, COMPILED]]
+
+
 def pairs(folder: Path, job: dict[str, Any], backend: Any) -> tuple[Trained, Trained]:
     if dist.get_rank() == 0:
         a_run(folder / "auto", job)
@@ -428,9 +449,13 @@ def from_cache(folder: Path) -> tuple[int | None, int, int]:
     run = a_run(folder / "run", job)
     os.environ["ALLRANKS_RANKS_HERE"] = "1"
     t = make(run.path, 0, "", None)
-    asked = {"share": 1.0, "ranks": 1}
+    asked = {"share": 1.0, "ranks": 1, "niceness": 0}
+    cost = compile_ahead.CompileCost.of(load_job(run.job_file, resolved=True), Layout(), DEVICE)
+    assert cost.seconds() == math.inf
     child = compile_ahead.spawn(run, Layout(), asked, folder / "compile.log", 1)
+    began = time.monotonic()
     code = child._process.wait(250)
+    assert cost.seconds() < time.monotonic() - began
     counters.clear()
     fast_step.compile_now(t, t.data.example(Progress()))
     found = counters["inductor"]

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +39,7 @@ from allranks.tasks import Task
 from allranks.train import checkpoint, initial, parallelize
 from allranks.train.agreement import Pulse
 from allranks.train.choose_step import COMPILED, Rules, measured_step
+from allranks.train.compile_ahead import CompileCost
 from allranks.train.compress import AveragedWeights, CompressedGradients, Compression
 from allranks.train.data import Cut, EvaluationData, MicroBatch, Progress, TrainingData, mix
 from allranks.train.fast_step import evaluate_once, pass_without_weight, set_compiled
@@ -168,7 +169,7 @@ def build(
         save_every=save_every(job),
         predict=pipeline.outputs if pipeline else parallelize.plain(model),
         forward_backward=pipeline.forward_backward if pipeline else forward_backward,
-        step=one_step if rules is None else measured_step(me, rules, device, notes),
+        step=one_step if rules is None else measured_step(me, job, rules, device, notes),
         device=device,
         seed=job.seed,
         last_step=last_step,
@@ -179,21 +180,23 @@ def build(
     warn_of_small_norms(me, training)
     compiled = should_compile(job, pipeline)
     log.write_past("start", **describe(me, training, precision, compiled, pipeline))
-    make_first_passes(training, pipeline, compiled=compiled)
+    cost = CompileCost.of(job, me.layout, device) if compiled else None
+    make_first_passes(training, pipeline, cost)
     if compression is not None:
         compression.begin(model, progress.step, training.schedule)
     return training
 
 
-def make_first_passes(t: Training, pipeline: Pipeline | None, *, compiled: bool) -> None:
-    """Make passes that change nothing, and compile in them if asked. Collective."""
+def make_first_passes(t: Training, pipeline: Pipeline | None, cost: CompileCost | None) -> None:
+    """Make passes that change nothing; with a cost to note, compile in them. Collective."""
     began = time.perf_counter()
-    set_compiled(t, compiled, pipeline)
-    warm_up(t, pipeline)
-    if compiled and not pipeline:
-        evaluate_once(t, t.data.example(t.progress))
+    with nullcontext() if cost is None else cost.noted():
+        set_compiled(t, cost is not None, pipeline)
+        warm_up(t, pipeline)
+        if cost is not None and not pipeline:
+            evaluate_once(t, t.data.example(t.progress))
     lost = round(time.perf_counter() - began, 6)
-    if compiled and t.mesh.world.rank == 0:
+    if cost is not None and t.mesh.world.rank == 0:
         t.meter.log.write("compile", step=t.progress.step + 1, form=COMPILED, lost=lost)
 
 

@@ -26,7 +26,7 @@ from allranks.layout import Layout
 from allranks.run.folder import write_atomically
 from allranks.timing import timeline
 from allranks.train import compile_ahead
-from allranks.train.compile_ahead import OUT_OF_MEMORY, Child
+from allranks.train.compile_ahead import OUT_OF_MEMORY, Child, CompileCost
 from allranks.train.data import Batch, MicroBatch
 from allranks.train.fast_step import (
     CudaGraph,
@@ -58,6 +58,7 @@ class Rules:
     graph_pays: int = 100  # steps that are left: a rehearsal takes as long as three
     child_pays: float = 30.0  # seconds of training that are left, also when the child is done
     foreground_pays: float = 300.0  # the same, where the training has to wait for the compiler
+    cached_pays: float = 5.0  # times what it takes to compile from the cache, if that is known
     make_graph: Callable[[torch.device], Graph] | None = CudaGraph
     start_child: Callable[[Training], Child | str] | None = None  # or why there is none
 
@@ -91,8 +92,9 @@ class Record:
 class MeasuredStep:
     """The device step of a training, in the form that has been found fastest so far."""
 
-    def __init__(self, rules: Rules, record: Record, file: Path) -> None:
+    def __init__(self, rules: Rules, record: Record, file: Path, cost: CompileCost) -> None:
         self.rules = rules
+        self.cost = cost
         self.record = record
         self.file = file  # where the record is kept
         self.form = EAGER
@@ -180,7 +182,8 @@ class MeasuredStep:
         micros = list(self._batch.micro_batches)
         try:
             if is_compiled and not was_compiled:
-                compile_now(t, micros[0])
+                with self.cost.noted():
+                    compile_now(t, micros[0])
             elif was_compiled and not is_compiled:
                 set_compiled(t, False)
             if form.endswith(GRAPH):
@@ -244,6 +247,9 @@ class MeasuredStep:
         if not pays(self.rules.child_pays):
             self.refused[COMPILED] = TOO_LATE
             return False
+        cost = -smallest(t, -self.cost.seconds())  # collective
+        if pays(self.rules.cached_pays * cost):
+            return True  # at once: it was compiled on this machine before
         child = self.rules.start_child(t) if self.rules.start_child else "there is none"
         if not smallest(t, float(not isinstance(child, str))):  # collective
             if not isinstance(child, str):
@@ -304,7 +310,7 @@ def compiling_refused(t: Training) -> str | None:
 
 
 def measured_step(
-    me: Rank, rules: Rules, device: torch.device, notes: Mapping[str, Any]
+    me: Rank, job: Job, rules: Rules, device: torch.device, notes: Mapping[str, Any]
 ) -> MeasuredStep:
     """The step of `compile: auto`, which knows what earlier attempts chose. Collective."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -324,7 +330,7 @@ def measured_step(
                 t, me.run, output, me.local_world_size, me.local_rank
             ),
         )
-    return MeasuredStep(rules, record, file)
+    return MeasuredStep(rules, record, file, CompileCost.of(job, me.layout, device))
 
 
 def rules_of(job: Job, layout: Layout, device: torch.device) -> Rules | None:

@@ -6,12 +6,16 @@ this process lacks, cores or memory, it must not take from the training: it is t
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -24,13 +28,59 @@ from allranks.layout import Layout
 from allranks.machine.allotted import cpus_allotted
 from allranks.machine.gpus import nvml
 from allranks.machine.processes import die_with_parent
-from allranks.run.folder import RunDir
+from allranks.run.folder import RunDir, write_atomically
 from allranks.train.loop import Training
 
 CONTEXT_BYTES = 1 << 30  # of CUDA itself, in a second process
 KEPT_FREE = 0.1  # of a GPU's memory, in case the training needs more
 MOST_SECONDS = 900.0
+NICENESS = 10
 OUT_OF_MEMORY = 3  # the exit code
+# What of a job decides what is compiled for it.
+COMPILED_FROM = {
+    *("task", "options", "batch_size", "batch_size_per_rank", "micro_batch_size"),
+    *("precision", "activation_checkpointing"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCost:
+    """What it takes to compile a job's step from this machine's cache, as measured before."""
+
+    file: Path | None  # in the cache: it is gone when that is
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout, device: torch.device) -> CompileCost:
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        settings = job.model_dump_json(include=COMPILED_FROM)
+        key = hashlib.sha256(f"{settings} {layout} {name} {torch.__version__}".encode()).hexdigest()
+        return cls(Path(cache, f"allranks-{key[:32]}.json") if cache else None)
+
+    def seconds(self) -> float:
+        """Infinite if it is not known."""
+        if self.file is not None:
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                return float(json.loads(self.file.read_text())["seconds"])
+        return math.inf
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note how long compiling in here takes, without what the cache will save next time."""
+        began = time.perf_counter() - saved_by_cache()
+        yield
+        seconds = time.perf_counter() - saved_by_cache() - began
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self.file, json.dumps({"seconds": round(seconds, 3)}) + "\n")
+
+
+def saved_by_cache() -> float:
+    """Seconds that this process has spent on what torch's compiler keeps in its cache."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return float(calculate_time_spent().get("compile_fx_inner", 0.0))
 
 
 class Child(Protocol):
@@ -82,8 +132,9 @@ def start(t: Training, run: RunDir, log: Path, ranks_here: int, local_rank: int)
         if isinstance(room, str):
             return room
         share = room
+    asked = {"share": share, "ranks": ranks_here, "niceness": NICENESS}
     try:
-        return spawn(run, t.mesh.layout, {"share": share, "ranks": ranks_here}, log, spare)
+        return spawn(run, t.mesh.layout, asked, log, spare)
     except OSError as error:
         return f"no process could be started: {error}"
 
@@ -135,7 +186,7 @@ def main() -> None:
     folder, layout, asked = sys.argv[1:]
     settings = json.loads(asked)
     die_with_parent(settings["parent"])
-    os.nice(10)
+    os.nice(settings["niceness"])
     with suppress(OSError):  # Linux: if memory runs out, the kernel ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     job = load_job(RunDir(Path(folder)).job_file, resolved=True)
@@ -198,7 +249,8 @@ def compile_for(job: Job, layout: Layout, device: torch.device) -> None:
         parameters=[p for p in model.parameters() if p.requires_grad],
     )
     fast_step.set_compiled(t, False)
-    fast_step.compile_now(t, data.example(Progress()))
+    with CompileCost.of(job, layout, device).noted():
+        fast_step.compile_now(t, data.example(Progress()))
 
 
 if __name__ == "__main__":
