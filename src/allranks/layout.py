@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -14,6 +15,8 @@ AXES = ("dp", "fsdp", "tp", "pp")
 # From the outermost to the innermost. Neighbouring ranks share a node: tensor parallelism exchanges
 # the most, replicas the least.
 NESTING = ("dp", "pp", "fsdp", "tp")
+# What a rank's number along each axis is called, in the order in which it matters.
+PLACES = {"pp": "stage", "fsdp": "shard", "tp": "tp", "dp": "replica"}
 PATTERN = r"^[0-9]+x[0-9]+(:(dp|fsdp|tp|pp)=[0-9]+(,(dp|fsdp|tp|pp)=[0-9]+)*)?$"
 
 # Far above any machine there is: larger numbers are typing errors, and would only fail later.
@@ -58,6 +61,17 @@ class Layout:
         for axis in reversed(NESTING):
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return place
+
+    @property
+    def divided(self) -> tuple[int, int, int]:
+        """Among how many ranks the model is divided along fsdp, tp and pp."""
+        return self.fsdp, self.tp, self.pp
+
+    def axis_beyond(self, smaller: Layout) -> str | None:
+        """The one axis in which this layout is larger, if it is the same in all the others."""
+        larger = [axis for axis in AXES if getattr(self, axis) != getattr(smaller, axis)]
+        is_one = len(larger) == 1 and getattr(self, larger[0]) > getattr(smaller, larger[0])
+        return larger[0] if is_one else None
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -134,6 +148,44 @@ class Layout:
         if possible:
             fix += f"; to divide the model, {' or '.join(possible)}"
         return AllranksError(what, fix=fix)
+
+
+def split_layouts(text: str, what: str) -> list[str]:
+    """The words of a list such as `1x1,2x4:fsdp=2,tp=2@a40`: a comma before an axis is a layout's.
+
+    Raises AllranksError if one is missing; `what` was typed.
+    """
+    words = [word.strip() for word in re.split(r",(?!\s*\w+\s*=)", text)]
+    if not all(words):
+        fix = f"write {','.join(filter(None, words)) or '1x1,1x2,1x4'}"
+        raise AllranksError(f'{what} "{text}": a layout is missing', fix=fix)
+    return words
+
+
+def place_in_words(layout: object, ranks: Iterable[int]) -> str:
+    """Where ranks are in a layout that divides the model, as far as all of them are there.
+
+    For example `stage 1, shard 0`. `layout`: as text, from a run's files; empty if it is none.
+    """
+    try:
+        whole = Layout.parse(str(layout).partition("@")[0])
+    except AllranksError:
+        return ""
+    places = [whole.place_of(rank) for rank in ranks if rank < whole.ranks]
+    if not places or whole.dp == whole.ranks:
+        return ""
+    shared = [
+        f"{word} {places[0][axis]}"
+        for axis, word in PLACES.items()
+        if getattr(whole, axis) > 1 and len({place[axis] for place in places}) == 1
+    ]
+    return ", ".join(shared)
+
+
+def with_place(what: str, layout: object, ranks: Iterable[int]) -> str:
+    """`rank 3 (stage 1)`: these ranks in words, and where they are if the model is divided."""
+    place = place_in_words(layout, ranks)
+    return f"{what} ({place})" if place else what
 
 
 def _near(shape: str) -> str:

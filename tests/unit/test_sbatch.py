@@ -253,7 +253,7 @@ def test_a_layout_races_once_for_each_type_that_will_do(
 
 def test_a_race_is_a_list_of_layouts() -> None:
     assert [str(racer) for racer in parse_race("1x4, 4x1@a40")] == ["1x4", "4x1@a40"]
-    mended = {"1x2,": "write 1x2", ",1x2,4x1": "write 1x2,4x1", "": "write 1x4,4x1"}
+    mended = {"1x2,": "write 1x2", ",1x2,4x1": "write 1x2,4x1", "": "write 1x1,1x2,1x4"}
     for text, fix in mended.items():
         with pytest.raises(AllranksError, match="a layout is missing") as refusal:
             parse_race(text)

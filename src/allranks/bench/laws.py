@@ -1,5 +1,6 @@
 """Whether Amdahl's or the Universal Scalability Law fits measured speedups, and what it predicts.
 
+A law is about more ranks of one kind: the layouts that it is fitted to differ in one axis alone.
 A law fits if it misses no layout by more than that layout's 95% interval or `FAR`, whichever is
 wider. Amdahl's, which has one parameter, is preferred. The other has two, so it fits any two
 layouts beyond the base exactly, and needs three.
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from allranks.layout import AXES
 from allranks.show.numbers import percent, ratio
 from allranks.timing.comparison import Compared, relative_error
 
@@ -35,6 +37,9 @@ class Fit:
     base_ranks: int = 1  # what the speedups are against
     serial_fraction_error: float | None = None  # half of its 95% interval, and how far it is off
     error: float = 0.0  # relative error of a predicted speedup
+    axis: str = "dp"  # in which the layouts differ
+    layouts: tuple[str, ...] = ()  # to which it is fitted
+    most_ranks: int = 1  # of these
 
     def speedup(self, ranks: float) -> float:
         n = ranks / self.base_ranks
@@ -111,18 +116,20 @@ def _half(contention: float, coherence: float) -> float | None:
 
 def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
     """The law that these speedups follow; or None, and why no law can be fitted."""
-    if doubt := next((row.doubt for row in rows if row.doubt), None):
+    base = next((row for row in rows if row.pace and row.layout == row.baseline), None)
+    axis, larger = beyond(base, rows) if base is not None else ("dp", [])
+    if doubt := next((row.doubt for row in (*larger, base) if row and row.doubt), None):
         return None, doubt
-    measured = [row for row in rows if row.speedup]
-    base = next((row for row in measured if row.layout == row.baseline), None)
-    larger = [row for row in measured if base is not None and row.ranks > base.ranks]
     if base is None or not larger:
-        return None, "it takes layouts with different numbers of ranks"
+        return None, "it takes layouts with different numbers of ranks along one axis"
     best, top = max(larger, key=lambda row: row.speedup or 0.0), larger[-1]
     assert best.speedup is not None
     if best.speedup <= 1 + SHOWN:
         return None, f"no larger layout is faster than {base.layout}"
-    laws = laws_of(base, larger)
+    names, most = tuple(row.layout for row in (base, *larger)), max(row.ranks for row in larger)
+    laws = [
+        replace(law, axis=axis, layouts=names, most_ranks=most) for law in laws_of(base, larger)
+    ]
     if all(fit.contention + fit.coherence * top.ranks <= SHOWN for fit in laws):
         return None, (
             f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout}: nothing is lost, so "
@@ -141,6 +148,16 @@ def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
             f"{percent(high, 0)} of the work to be serial"
         )
     return fit, None
+
+
+def beyond(base: Compared, rows: Sequence[Compared]) -> tuple[str, list[Compared]]:
+    """The axis along which most rows are larger than the base, and these rows."""
+    along = {
+        axis: [row for row in rows if row.pace and row.whole.axis_beyond(base.whole) == axis]
+        for axis in AXES
+    }
+    axis = max(along, key=lambda axis: len({row.ranks for row in along[axis]}))
+    return axis, along[axis]
 
 
 def missed(fit: Fit, larger: Sequence[Compared], base: Compared) -> list[str]:

@@ -19,7 +19,7 @@ from allranks.launch.backends import Backend, Options, Submitted, local
 from allranks.launch.prepare import Prepared
 from allranks.machine.processes import listening
 from allranks.run import run_state
-from allranks.run.failures import failure, failure_in_words
+from allranks.run.failures import failure, failure_in_words, lacked_memory
 from allranks.run.folder import RunDir
 from allranks.timing.steps import Timing, why_no_pace
 
@@ -45,6 +45,12 @@ class Ended:
     name: str  # a layout or a precision; repeats have the same one
     run: RunDir | None
     error: AllranksError | None = None
+
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether it did not fit: its ranks ran out of memory."""
+        broken = failure(self.run) if self.run is not None else None
+        return broken is not None and lacked_memory(broken)
 
     def problem(self, measured: Timing | None) -> str | None:
         """Why it has no samples a second, with the fix; None if `measured` has them."""

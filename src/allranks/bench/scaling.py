@@ -16,10 +16,20 @@ from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch.backends import named
 from allranks.launch.prepare import Prepared
-from allranks.layout import Layout
+from allranks.layout import Layout, split_layouts
 from allranks.machine.prices import Price, find_price
 from allranks.run.record import RankRecord, read_ranks, samples_per_epoch
-from allranks.show.numbers import NOTHING, between, count, dollars, duration, number, percent, ratio
+from allranks.show.numbers import (
+    NOTHING,
+    between,
+    count,
+    dollars,
+    duration,
+    listed,
+    number,
+    percent,
+    ratio,
+)
 from allranks.show.tables import Table, show_table
 from allranks.timing.comparison import (
     CPU,
@@ -32,10 +42,19 @@ from allranks.timing.comparison import (
     device_name,
     gpu_memory,
     mode_of,
+    relative_error,
     worst_doubt,
 )
 from allranks.timing.remarks import Remark, remarks
-from allranks.timing.result import LIMITED, NEXT, judged, own_work_divided, sentences, shown_parts
+from allranks.timing.result import (
+    LIMITED,
+    NEXT,
+    judged,
+    own_work_divided,
+    sentences,
+    shown_exchanges,
+    shown_parts,
+)
 from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing
 from allranks.timing.verdict import Judgement, judge
 
@@ -82,10 +101,7 @@ def plan_runs(
     If no layout has one rank, such a layout is added; not if every layout divides the model, which
     would hardly fit one rank.
     """
-    words = [word.strip() for word in layouts.split(",")]
-    if not all(words):
-        raise AllranksError(f'--layouts "{layouts}": a layout is missing', fix="write 1x1,1x2,1x4")
-    once = dict.fromkeys(Layout.parse(word) for word in words)
+    once = dict.fromkeys(Layout.parse(word) for word in split_layouts(layouts, "--layouts"))
     wanted = sorted(once, key=lambda layout: (layout.ranks, layout.nodes))
     is_whole = any(layout.dp == layout.ranks for layout in wanted)
     added = Layout(1, 1) if may_add and is_whole and wanted[0].ranks > 1 else None
@@ -154,7 +170,7 @@ def result_of(found: dict[str, Any], *, is_interrupted: bool = False) -> Result:
         f"{row['layout']}, added for comparison, could not be measured: {row['problem']}; "
         "to leave it out: --no-baseline"
         for row in found["rows"]
-        if row["added"] and row["problem"]
+        if row["added"] and row["problem"] and not row["out_of_memory"]
     )
     error = None if is_interrupted else error_in(found)
     return Result(found, error, is_interrupted, notes=notes)
@@ -171,6 +187,7 @@ class Repeat:
     samples_per_epoch: int | None = None
     remarks: Sequence[Remark] = ()
     judgement: Judgement | None = None
+    lacked_memory: bool = False
     state: str = "finished"
     device: str = ""  # unknown for a run that never began
     device_memory: int | None = None
@@ -201,6 +218,7 @@ def repeat_of(ended: Ended) -> Repeat:
         samples_per_epoch=samples_per_epoch(run),
         remarks=remarks(run, measured, records),
         judgement=judge(run, measured, records),
+        lacked_memory=kept is None and ended.lacked_memory,
         state=run.state(),
         device=device,
         device_memory=gpu_memory(info).get(device),
@@ -210,7 +228,8 @@ def repeat_of(ended: Ended) -> Repeat:
 
 def repeat_words(repeat: Repeat) -> Text:
     if repeat.timing is None:
-        return Text(f"{repeat.layout}: {repeat.problem}", style="red")
+        why = f"does not fit: {repeat.problem}" if repeat.lacked_memory else repeat.problem
+        return Text(f"{repeat.layout}: {why}", style="red")
     timing = repeat.timing
     steady = "" if timing.steady else ", not steady"
     about = "about " if timing.counted.samples == "about" else ""
@@ -221,9 +240,17 @@ def repeat_words(repeat: Repeat) -> Text:
 
 
 def error_in(found: Mapping[str, Any]) -> AllranksError | None:
-    """Why a layout that was asked for could not be measured."""
-    failed = [row for row in found["rows"] if row["problem"] and not row["added"]]
-    if not failed and any(row["samples_per_second"] for row in found["rows"]):
+    """Why a layout that was asked for could not be measured.
+
+    That one has too little memory is a result, if another has enough.
+    """
+    is_measured = any(row["samples_per_second"] for row in found["rows"])
+    failed = [
+        row
+        for row in found["rows"]
+        if row["problem"] and not row["added"] and not (row["out_of_memory"] and is_measured)
+    ]
+    if not failed and is_measured:
         return None
     fix = "let it run longer"
     if not failed:
@@ -256,7 +283,7 @@ def as_json(
     return {
         "mode": mode_of(compared),
         "rows": [row_object(row, repeats, added, price_of) for row in rows],
-        "fit": fit and {"predicted": True, **asdict(fit), "prediction": beyond(fit, compared)},
+        "fit": fit and {"predicted": True, **asdict(fit), "prediction": beyond(fit)},
         "fit_problem": no_fit,
         **(more or {}),
         "verdict": verdict(
@@ -303,6 +330,7 @@ def row_object(
         ],
         "step_seconds": row.step_seconds or 0.0,
         "samples_per_step": row.batch or 0.0,
+        "baseline": row.baseline,
         "speedup": row.speedup,
         "efficiency": row.efficiency,
         "parts": row.parts,
@@ -316,6 +344,7 @@ def row_object(
         "hours_per_epoch": hours,
         "cost_per_epoch": None if hours is None or price is None else hours * price,
         "problem": next((one.problem for one in own if one.problem), None),
+        "out_of_memory": row.pace is None and any(one.lacked_memory for one in own),
         "doubt": row.doubt,
         "remarks": remarks_of(own),
     }
@@ -368,28 +397,45 @@ def verdict(
     stated = [row for row in measured if row.speedup is not None and row.layout != row.baseline]
     if not stated:
         return f"no speedup can be stated. {worst_doubt(measured)}"
-    top = stated[-1]
+    most = max(row.ranks for row in stated)
+    largest = [row for row in (base, *stated) if row.ranks == most]
+    top, *others = sorted(largest, key=lambda row: -(row.speedup or 0.0))
     assert top.efficiency is not None and top.speedup is not None
-    said = (
-        f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout} "
-        f"({percent(top.efficiency)} efficient, measured)"
-    )
-    said += ": it scales; try more ranks" if top.efficiency >= SCALES else ""
+    if top is base:
+        said = f"{top.layout} is {ratio(1 / (others[0].speedup or 1))} as fast as "
+        said += f"{others[0].layout} (measured)"
+    else:
+        said = f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout} "
+        said += f"({percent(top.efficiency)} efficient, measured)"
+    if others:
+        said += fastest_words(top, others)
+    elif top.efficiency >= SCALES:
+        said += ": it scales; try more ranks"
     return "; ".join([said, *limits(top)]) + _beyond(fit, measured)
 
 
-def beyond(fit: Fit, rows: Sequence[Compared]) -> dict[str, Any]:
+def fastest_words(top: Compared, others: Sequence[Compared]) -> str:
+    """How sure it is that a layout is the fastest of those with as many ranks."""
+    least = (top.pace or 0.0) * (1 - relative_error(top))
+    near = [row.layout for row in others if (row.pace or 0.0) * (1 + relative_error(row)) >= least]
+    if near:
+        return f"; {listed(near)} may be as fast, as their 95% intervals overlap"
+    return f", the fastest of {len(others) + 1} layouts with {top.ranks} ranks"
+
+
+def beyond(fit: Fit) -> dict[str, Any]:
     """What the law predicts for twice as many ranks as were measured."""
-    return fit.prediction(2 * max(row.ranks for row in rows if row.speedup))
+    return fit.prediction(2 * fit.most_ranks)
 
 
 def _beyond(fit: Fit | None, rows: Sequence[Compared]) -> str:
     if fit is None:
         return ""
-    said = beyond(fit, rows)
+    said = beyond(fit)
     low, high = map(ratio, said["range"])
     margin = f" ({low} to {high})" if low != high else ""
-    return f". Predicted for {said['ranks']} ranks by {fit.law}: {ratio(said['speedup'])}{margin}"
+    ranks = f"{said['ranks']} ranks" + (f" of {fit.axis}" if len(fit.layouts) < len(rows) else "")
+    return f". Predicted for {ranks} by {fit.law}: {ratio(said['speedup'])}{margin}"
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
@@ -401,7 +447,7 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
     if not rows:  # the error says why
         return
     console.print()
-    law = fit_words(found, rows[-1]["ranks"])
+    law = fit_words(found, rows)
     if law:
         console.print(Text(law, style="cyan"), soft_wrap=True)
     console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
@@ -415,14 +461,17 @@ def tables(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Itera
         yield speed_table(rows, found["mode"], found.get("unit", "rank"))
     if rows and all(row["parts"] for row in rows):
         yield parts_table(rows)
-        if any(row["exchanges"] for row in rows):
-            yield exchanges_table([row for row in rows if row["exchanges"]], rows)
+        if len((table := exchanges_table(rows)).columns) > 1:
+            yield table
         if any(row["lost"] for row in rows[1:]):
             yield lost_table(rows[1:])
 
 
 def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Table:
     title = f"{MODES[mode]}, measured"
+    bases = {row["baseline"] for row in rows if row["speedup"]}
+    if any(row["ranks"] > 1 for row in rows if row["layout"] in bases):
+        title += f"; speedup and efficiency relative to {listed(bases)}"
     columns = (
         *("layout", "ranks", "samples/s", "95%", "speedup", "efficiency", "step"),
         *(f"{unit}-hours/epoch", "cost/epoch"),
@@ -454,6 +503,9 @@ def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[s
     """What is unusual in a row, and why a column is empty."""
     doubts = dict.fromkeys(row["doubt"] for row in found["rows"] if row["doubt"])
     said = [f"{row['layout']}: {text}" for row in found["rows"] for text in row["remarks"]]
+    full = [row["layout"] for row in found["rows"] if row["out_of_memory"]]
+    do_not = "do not fit" if len(full) > 1 else "does not fit"
+    said = [*([f"{listed(full)} {do_not}: out of memory"] if full else []), *said]
     lines = [line for line in dict.fromkeys([*doubts, *said]) if line not in found["verdict"]]
     sure = [row for row in rows if not row["doubt"]]
     if not sure:
@@ -482,9 +534,10 @@ def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table("where the time of a step goes", columns, cells, texts=("limited by",))
 
 
-def exchanges_table(those: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Table:
+def exchanges_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """How long a rank waits in each kind of exchange, for bytes and for other ranks."""
-    names = dict.fromkeys(name for row in those for name in row["exchanges"])
+    those = [row for row in rows if row["exchanges"]]
+    names = shown_exchanges((row["exchanges"], row["step_seconds"]) for row in those)
     cells = [
         (name_of(row, rows), *(duration(row["exchanges"].get(name)) for name in names))
         for row in those
@@ -502,21 +555,24 @@ def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table("efficiency that each part costs", columns, cells)
 
 
-def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
+def fit_words(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """The law and what it predicts beyond the measured layouts; or why there is none."""
-    fit = found["fit"]
+    fit, most_ranks = found["fit"], rows[-1]["ranks"]
     if fit is None:
         layouts = {row["ranks"] for row in found["rows"] if row["efficiency"] is not None}
         is_doubtful = any(row["doubt"] for row in found["rows"])  # which is shown anyway
         is_shown = len(layouts) > 1 and not is_doubtful
         return f"no law fits: {found['fit_problem']}" if is_shown else ""
+    fits = f"{fit['law']} fits"
+    if len(fit["layouts"]) < len(rows):
+        fits += f" {listed(fit['layouts'])}"
     if fit["serial_fraction"] is not None:
         error = fit["serial_fraction_error"]
         margin = f" ± {percent(error)}" if error else ""
-        words = [f"{fit['law']} fits: serial fraction {percent(fit['serial_fraction'])}{margin}"]
+        words = [f"{fits}: serial fraction {percent(fit['serial_fraction'])}{margin}"]
     else:
         words = [
-            f"{fit['law']} fits: contention {percent(fit['contention'])}, coherence "
+            f"{fits}: contention {percent(fit['contention'])}, coherence "
             f"{percent(fit['coherence'], 2)}"
         ]
     limits = {"fastest_at_ranks": "the top speed", "half_efficient_at_ranks": "50% efficiency"}

@@ -22,6 +22,7 @@ from allranks.doctor.run_evidence import KernelLog, Starts, error_file
 from allranks.doctor.slow import slow
 from allranks.errors import AllranksError
 from allranks.launch import backends
+from allranks.layout import place_in_words
 from allranks.run import claims, run_state
 from allranks.run.events import to_json
 from allranks.run.failures import missing_in_words
@@ -446,7 +447,16 @@ def diagnosis_of(
     found = together(diagnose_run(run, scan), stalls, slowness)
     doubtful = remark_findings(run)
     found = [*found, *doubtful] if state == "failed" else [*doubtful, *found]
-    return [*found, *odd_folder(run)]
+    return [with_place(run, one) for one in [*found, *odd_folder(run)]]
+
+
+def with_place(run: RunDir, found: Finding) -> Finding:
+    """A finding that says which stage or shard its rank has, where a layout divides the model."""
+    if found.rank is None or not run.attempts():
+        return found
+    start = run.start(run.attempts()[-1], found.rank) or {}
+    layout = start.get("layout") or run.info().get("layout")
+    return replace(found, place=place_in_words(layout, [found.rank]) or None)
 
 
 def is_log(subject: str) -> bool:

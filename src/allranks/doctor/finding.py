@@ -33,6 +33,7 @@ class Finding:
     node: str | None = None
     confidence: Confidence = "medium"
     evidence: tuple[Evidence, ...] = field(default=())
+    place: str | None = None  # of the rank, in a layout that divides the model
 
     def with_evidence(self, *more: Evidence) -> Finding:
         return replace(self, evidence=(*self.evidence, *more))
@@ -40,7 +41,7 @@ class Finding:
 
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """The form that `--json` prints."""
-    keys = ("cause", "title", "rank", "node", "confidence", "evidence", "fix")
+    keys = ("cause", "title", "rank", "place", "node", "confidence", "evidence", "fix")
     return [{key: fields[key] for key in keys} for fields in map(asdict, findings)]
 
 

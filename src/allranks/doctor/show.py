@@ -74,6 +74,7 @@ def first_finding(found: Finding) -> RenderableType:
 def culprit_of(found: Finding) -> str:
     """` rank 3 on node7`, as far as known."""
     rank = f" rank {found.rank}" if found.rank is not None else ""
+    rank += f" ({found.place})" if found.place else ""
     node = f" on {found.node}" if found.node else ""
     return plain(rank + node)
 

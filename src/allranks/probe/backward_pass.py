@@ -34,7 +34,7 @@ class Arrival:
 
     __slots__ = (
         *("_arrive", "_is_queued", "_on_parameter", "_parameter", "_queue", "_tensor_type"),
-        *("_timeline", "later", "recorder"),
+        *("_timeline", "exchange", "later", "recorder"),
     )
 
     def __init__(self, recorder: Recorder) -> None:
@@ -48,6 +48,7 @@ class Arrival:
         self._parameter: Any = None
         self._on_parameter: Any = None  # the permanent hook on it
         self._is_queued = False
+        self.exchange: str | None = None  # that ranks wait in then, if its name is known
         self.later: list[Callable[[], None]] = []  # install more hooks after the first step
 
     def expect_if_any(self, tensors: Any) -> Any:
@@ -119,7 +120,7 @@ class Arrival:
         try:
             timeline.label = WAIT  # marks, without the call
             event = None if timeline.record_event is None else timeline.record_event()
-            timeline.marks.append((WAIT, perf_counter(), event, None))
+            timeline.marks.append((WAIT, perf_counter(), event, self.exchange))
         except Exception as error:
             self.recorder.switch_off(error)
 

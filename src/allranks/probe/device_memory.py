@@ -97,7 +97,7 @@ class DeviceMemory:
         """Fields for an error event; none unless the GPU's memory was full."""
         import torch
 
-        if not is_out_of_memory(error) or not torch.cuda.is_initialized():
+        if not is_out_of_memory(f"{type(error).__name__}: {error}") or not torch.cuda.is_initialized():
             return {}
         device = self.recorder.device or torch.device("cuda", torch.cuda.current_device())
         sizes, counted = optimizer_bytes(alive(torch.optim.Optimizer), device)
@@ -108,11 +108,6 @@ class DeviceMemory:
             if lines:
                 found["filled_by"] = lines
         return found
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    text = f"{type(error).__name__}: {error}"
-    return "OutOfMemoryError" in text or "out of memory" in text
 
 
 def alive(kind: type) -> list[Any]:

@@ -24,9 +24,10 @@ from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter
 from allranks.timing.timeline import AFTER, AROUND, BACKWARD, MAX_MARKS, OPTIMIZER, OTHER, WAIT
 
+ALL_REDUCE, TENSOR_PARALLEL = "all-reduce", "tensor-parallel"
 # torch's functions that wait for other ranks, and what the exchange is called.
 SYNCHRONOUS = {
-    "all_reduce": "all-reduce",
+    "all_reduce": ALL_REDUCE,
     # `_single`: the newer name of the same function.
     **dict.fromkeys(("all_gather", "all_gather_into_tensor", "all_gather_single"), "all-gather"),
     **dict.fromkeys(
@@ -61,7 +62,7 @@ def install(recorder: Recorder) -> Arrival:
     hook_peers(division)
     hook_meeting(recorder, arrival)
     hook_groups(recorder)
-    hook_ddp(recorder)
+    hook_ddp(recorder, arrival)
     hook_graphs(recorder)
     hide_from_compilers()
     return arrival
@@ -264,18 +265,24 @@ def hook_tensor_waits(recorder: Recorder) -> None:
         schedules._wait_batch_p2p = waiting(recorder, receive, exchange="pipeline")
 
 
-def hook_ddp(recorder: Recorder) -> None:
+def hook_ddp(recorder: Recorder, arrival: Arrival) -> None:
     """Time what DDP exchanges outside its reducer: buffers, and gradients in a user's hook."""
     from torch.nn.parallel import DistributedDataParallel
 
     ddp: Any = DistributedDataParallel
-    register = ddp.register_comm_hook
+    register, begin = ddp.register_comm_hook, ddp.__init__
+
+    @functools.wraps(begin)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        arrival.exchange = ALL_REDUCE
+        begin(self, *args, **kwargs)
 
     @functools.wraps(register)
     def register_comm_hook(self: Any, state: object, hook: Hook) -> Any:
-        return register(self, state, around(recorder, hook) if callable(hook) else hook)
+        timed = around(recorder, hook, ALL_REDUCE) if callable(hook) else hook
+        return register(self, state, timed)
 
-    ddp.register_comm_hook = register_comm_hook
+    ddp.__init__, ddp.register_comm_hook = __init__, register_comm_hook
     ddp._sync_buffers = waiting(recorder, ddp._sync_buffers)
 
 

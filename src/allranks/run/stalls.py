@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from allranks.layout import with_place
 from allranks.run import stacks
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, read_ends
@@ -45,6 +46,7 @@ class RankState:
 
     rank: int
     node: str | None = None
+    layout: str = ""
     progress: float = 0.0  # when it last made progress, in UNIX time
     heard: float = 0.0  # when it last wrote anything
     step: int | None = None  # the last one that it wrote; None before the first
@@ -98,6 +100,7 @@ def state_of(record: RankRecord, begun: float = 0.0) -> RankState:
     return RankState(
         rank=record.rank,
         node=record.start.get("host"),
+        layout=str(record.start.get("layout", "")),
         progress=progress,
         heard=record.last_time or begun,
         step=record.last_step,
@@ -318,4 +321,6 @@ def clause(states: Sequence[RankState], what: str, *, with_nodes: bool = False) 
     on = f" on {listed(nodes)}" if with_nodes and nodes else ""
     verb, _, rest = what.partition(" ")
     verb = PLURALS.get(verb, verb) if len(states) > 1 else verb
-    return f"{ranks_in_words(state.rank for state in states)}{on} {verb} {rest}".strip()
+    ranks = [state.rank for state in states]
+    who = with_place(ranks_in_words(ranks), states[0].layout if states else "", ranks)
+    return f"{who}{on} {verb} {rest}".strip()

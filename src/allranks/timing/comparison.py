@@ -14,13 +14,14 @@ These commands are `bench scaling`, `report`, `watch`, `status` and `submit --la
   A layout without a pace has neither.
 - A layout has a `doubt` instead of a speedup if its runs must not be compared, if half of its 95%
   interval is more than a quarter of its pace (`WIDE`), or if the base has a doubt. The base also
-  has one if any layout is more than 110% efficient (`SUSPICIOUS`): more ranks cannot achieve that,
-  so the base must have been slowed down. Without a speedup there is no efficiency, verdict,
+  has one if a layout that divides the model as the base does, or any if the base is a single rank,
+  is more than 110% efficient (`SUSPICIOUS`): more ranks cannot achieve that, so the base must have
+  been slowed down. Without a speedup there is no efficiency, verdict,
   recommendation, law or prediction.
 - Where a step's time goes is taken from the median repeat (from two if their number is even), as
   shares of the median step.
-- Scaling is `strong` if all layouts train the same batch, `weak` if all ranks do, to 2%; `mixed` if
-  neither, `one layout` if no two layouts differ in ranks.
+- Scaling is `strong` if all layouts train the same batch, `weak` if all ranks with samples of their
+  own do, to 2%; `mixed` if neither, `one layout` if there is only one.
 """
 
 from __future__ import annotations
@@ -162,6 +163,10 @@ class Compared:
     lost: dict[str, float] = field(default_factory=dict)  # efficiency that each part costs
     doubt: str | None = None  # why it has a pace and no speedup
     cpus: CpuUse = CpuUse()  # of its first run
+
+    @property
+    def whole(self) -> Layout:
+        return Layout.parse(self.layout.partition("@")[0])
 
     @property
     def pace(self) -> float | None:
@@ -334,7 +339,13 @@ def judged_base(rows: Sequence[Compared], device: str) -> Compared | None:
     base = base_of(rows, device)
     if base is None or base.doubt:
         return base
-    own = [row for row in rows if row.device == device and row.pace and not row.doubt]
+    own = [
+        row
+        for row in rows
+        if row.device == device and row.pace and not row.doubt
+        # To divide the model otherwise can be more efficient: it exchanges other things.
+        and (base.ranks == 1 or row.whole.divided == base.whole.divided)
+    ]
     best = max(own, key=lambda row: (row.pace or 0.0) / row.ranks)
     _, efficiency = base.ratio(best.ranks, best.pace or 0.0)
     if efficiency is None or efficiency <= SUSPICIOUS:
@@ -393,8 +404,8 @@ def relative_error(row: Compared) -> float:
 
 
 def mode_of(rows: Sequence[Compared]) -> str:
-    known = [(row.batch, row.ranks) for row in rows if row.batch]
-    if len({ranks for _, ranks in known}) < 2:
+    known = [(row.batch, row.whole.data_ranks) for row in rows if row.batch]
+    if len(known) < 2:
         return "one layout"
     batches = [batch for batch, _ in known]
     if is_same(min(batches), max(batches)):

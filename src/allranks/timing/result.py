@@ -170,6 +170,18 @@ def shown_parts(rows: Iterable[Mapping[str, float]]) -> dict[str, str]:
     }
 
 
+def shown_exchanges(rows: Iterable[tuple[Mapping[str, float], float]]) -> list[str]:
+    """The exchanges to show of these rows: their seconds in a step by name, and those of a step."""
+    return list(
+        dict.fromkeys(
+            name
+            for exchanges, step in rows
+            for name, seconds in exchanges.items()
+            if seconds >= LEAST_SHOWN * step
+        )
+    )
+
+
 def with_line(text: str, line: str | None) -> str:
     """A text, followed by the line of the user's code unless it names it already."""
     return clean(text if not line or line in text else f"{text} ({line})")

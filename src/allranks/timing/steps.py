@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from allranks.layout import with_place
 from allranks.run.folder import RunDir
 from allranks.run.record import (
     MEASURED,
@@ -40,6 +41,7 @@ LEAST_SAME = 0.5  # of the steps: in these, all ranks wait longest in the same e
 STOPPED_EARLY = "it was stopped before there was enough to measure"
 TOO_FEW = "too few steps were made (it takes two on every rank, as the first is always slower)"
 AFFORDABLE_BYTES = 32 << 20  # of events; reading ten megabytes takes a second
+PIPELINE = "pipeline"  # what waiting for another stage is called
 PARTS = ("compute", "comm", "straggler", "data", "other")
 PART_WORDS = {part: part for part in PARTS} | {"straggler": "waiting"}  # what people read
 SLOWER_IN = {"comm": "communication", DATA: "data loading", OTHER: "the rest of the loop"}
@@ -113,7 +115,9 @@ class Timing:
         )
 
 
-def slowest_in_words(rank: int | None, share: float, part: str | None, window: str) -> str:
+def slowest_in_words(
+    rank: int | None, share: float, part: str | None, window: str, layout: object = None
+) -> str:
     """Which rank the others wait for, and in which steps, in the same words on every screen.
 
     The last steps may differ from the whole run, so the window is always named.
@@ -121,7 +125,7 @@ def slowest_in_words(rank: int | None, share: float, part: str | None, window: s
     if rank is None:
         return f"no rank is slower than the others in {window}"
     by = f", slower in {SLOWER_IN.get(part, part)}" if part else ""
-    return f"rank {rank}, last in {percent(share, 0)} of {window}{by}"
+    return with_place(f"rank {rank}", layout, [rank]) + f", last in {percent(share, 0)} of {window}{by}"
 
 
 def timing(
@@ -331,7 +335,8 @@ def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> 
     parts = parts_of(mine, straggler - late_data - late_comm, late_data)
     least = LEAST_LATE * math.fsum(mine.values())
     late = [one[middle] - one[slowest] for one in waits]
-    held = held_longest(rows, max(least, statistics.fmean(late))) if one_clock else None
+    is_shared = one_clock and not any(map(is_pipeline, rows))
+    held = held_longest(rows, max(least, statistics.fmean(late))) if is_shared else None
     if held is not None:
         return Split(parts, *held, "comm", max(0.0, statistics.fmean(late)), middle)
     if not is_longer(late, least):
@@ -421,9 +426,14 @@ def inner_waits(event: Event) -> list[float]:
     return [max(0.0, event[WAIT] - math.fsum(own))] if own else list(waits)
 
 
+def is_pipeline(row: Sequence[Event]) -> bool:
+    """Whether ranks wait for different neighbours: the waits of one are not those of another."""
+    return any(PIPELINE in event.get("exchanges", ()) for event in row)
+
+
 def exchange_seconds(row: Sequence[Event]) -> float:
     """How long the exchanges of a step took once the last rank had arrived."""
     waits = [inner_waits(event) for event in row]
-    if len({len(one) for one in waits}) > 1:
+    if len({len(one) for one in waits}) > 1 or is_pipeline(row):
         return min(math.fsum(one) for one in waits)
     return math.fsum(min(times) for times in zip(*waits, strict=True))

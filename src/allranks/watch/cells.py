@@ -25,6 +25,7 @@ from allranks.show.numbers import (
 )
 from allranks.show.tables import STATE_STYLES, Column
 from allranks.show.text import clean, shortened
+from allranks.timing.result import shown_exchanges
 from allranks.timing.steps import slowest_in_words
 from allranks.watch.views import Parts, RankView, RunView
 
@@ -52,6 +53,7 @@ UNDER_REASON = ("left", "loss", "curve", "pace", "efficiency", "hours", "why")
 RANK_COLUMNS = (
     Column(key="rank", title="rank", rank=0, width=5),
     Column(key="node", title="node", rank=9, width=6, right=False, most=24),
+    Column(key="place", title="place", rank=3, width=7, right=False, most=32),
     Column(key="gpu", title="gpu%", rank=1, width=5),
     Column(key="memory", title="memory", rank=5, width=7),
     Column(key="power", title="power", rank=8, width=5),
@@ -158,12 +160,20 @@ def slowest_words(parts: Parts) -> str:
         parts.slowest_share,
         parts.slowest_part,
         f"the last {count(parts.steps, 'step')}",
+        parts.layout,
     )
     if parts.slowest_rank is not None:
         return f"slowest: {words}"
     if parts.seconds["straggler"] >= TAKING_TURNS * (sum(parts.seconds.values()) or 1.0):
         return f"{words}: they take turns"
     return ""
+
+
+def exchange_words(parts: Parts) -> str:
+    """`waits: pipeline 31ms, all-reduce 12ms`: waiting in a step, by the name of the exchange."""
+    names = shown_exchanges([(parts.exchanges, sum(parts.seconds.values()))])
+    said = [f"{name} {duration(parts.exchanges[name])}" for name in names]
+    return f"waits: {', '.join(said)}" if said else ""
 
 
 def loss_cell(run: RunView) -> Text:
@@ -188,6 +198,7 @@ def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[st
     return {
         "rank": Text(str(rank.rank)),
         "node": Text(clean(rank.node or "")),
+        "place": Text(rank.place or ""),
         "gpu": marked(rank.utilization, "{:.0f}", verdicts["gpu_util"]),
         "memory": marked(memory, narrow_size, verdicts["memory"]),
         "power": marked(rank.power, "{:.0f}W", verdicts["power"]),

@@ -22,6 +22,7 @@ from allranks.watch.cells import (
     Mark,
     base_words,
     doubts,
+    exchange_words,
     facts_of,
     is_alarming,
     mark_in_words,
@@ -168,6 +169,8 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
         shares, slowest = parts_lines(scene.parts, run)
         fits = shares.cell_len + slowest.cell_len + 2 <= width
         lines += [shares + Text("  ") + slowest] if fits or not slowest else [shares, slowest]
+        if waits := exchange_words(scene.parts):
+            lines.append(Text(waits))
     for line in lines[1:]:
         line.truncate(width, overflow="ellipsis")
     return lines

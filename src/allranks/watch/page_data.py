@@ -16,6 +16,7 @@ from allranks.watch.cells import (
     Mark,
     base_words,
     doubts,
+    exchange_words,
     facts_of,
     is_alarming,
     judged,
@@ -131,7 +132,7 @@ def parts_line(parts: Parts | None, view: RunView) -> dict[str, Any] | None:
             part: [rounded(share), f"{PART_WORDS.get(part, part)} {percent(share)}"]
             for part, share in shares.items()
         },
-        "slowest": slowest_words(parts),
+        "slowest": "; ".join(filter(None, [exchange_words(parts), slowest_words(parts)])),
     }
 
 
@@ -155,6 +156,7 @@ def rank_line(rank: RankView, marks: Mapping[str, Mark]) -> dict[str, Any]:
     memory = f"{used.removesuffix(whole.lstrip('0123456789,.'))} of {whole}"
     cells: dict[str, list[Any]] = {
         "node": [rank.node, rank.node, ""],
+        "place": [rank.place, rank.place, ""],
         "GPU": [rank.utilization, percent(use, 0), verdicts["gpu_util"]],
         "memory": [rank.memory, memory if rank.memory_total else used, verdicts["memory"]],
         "power, W": [rank.power, count(rank.power) + power, verdicts["power"]],

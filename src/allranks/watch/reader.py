@@ -9,9 +9,10 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from allranks.layout import place_in_words
 from allranks.run.folder import RunDir
 from allranks.run.record import Event, RankRecord, read_counts
-from allranks.timing.steps import LEAST_LATE, is_longer, split_waits
+from allranks.timing.steps import LEAST_LATE, is_longer, mean_exchanges, split_waits
 from allranks.timing.timeline import DATA, PHASES, WAIT
 from allranks.watch.tail import EventTail
 from allranks.watch.views import History, Parts, RankView
@@ -191,6 +192,7 @@ class RankReader(RankRecord):
         return RankView(
             rank=self.rank,
             node=self.start.get("host"),
+            place=place_in_words(self.start.get("layout"), [self.rank]) or None,
             state=self.end.get("state") if self.end else None,
             step=self.last_step,
             step_seconds=self.mean("seconds"),
@@ -371,14 +373,14 @@ class RunReader:
             return None
         split = split_waits(rows)
         last = split.slowest
-        if last is None:
-            return Parts(seconds=split.parts, steps=len(rows))
         return Parts(
             seconds=split.parts,
             steps=len(rows),
-            slowest_rank=ranks[last],
+            slowest_rank=None if last is None else ranks[last],
             slowest_share=split.slowest_share,
             slowest_part=split.slowest_part,
+            layout=str(self.lead.start.get("layout", "")),
+            exchanges=mean_exchanges([row[split.middle] for row in rows]),
         )
 
     def history(self) -> History:

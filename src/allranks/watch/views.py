@@ -104,6 +104,7 @@ class RankView:
 
     rank: int
     node: str | None = None
+    place: str | None = None  # in a layout that divides the model: its stage, its shard
     state: str | None = None  # how it ended; None while it runs
     step: int | None = None
     step_seconds: float | None = None
@@ -139,6 +140,8 @@ class Parts:
     slowest_rank: int | None = None  # None: no rank stands out
     slowest_share: float = 0.0  # share of the steps in which it was last
     slowest_part: str | None = None  # the part of a step that takes it longer than the others
+    layout: str = ""
+    exchanges: dict[str, float] = field(default_factory=dict)  # waiting, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

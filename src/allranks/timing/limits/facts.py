@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
+from allranks.layout import with_place
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord
 from allranks.show.numbers import count, duration, percent
@@ -146,6 +147,10 @@ class Facts:
         """The rank's node, if there are several."""
         host = self.records[rank].start.get("host")
         return host if len(self.nodes) > 1 else None
+
+    def named(self, rank: int) -> str:
+        """`rank 3`, with its place where the layout divides the model."""
+        return with_place(f"rank {rank}", self.records[rank].start.get("layout"), [rank])
 
     @cached_property
     def crowding(self) -> str | None:

@@ -15,7 +15,7 @@ from allranks.run.record import RankRecord, samples_by_rank
 from allranks.show.numbers import count, duration, percent, ratio
 from allranks.timing.limits.facts import Facts, Reason, Said, hot
 from allranks.timing.slow_rank import slow_rank_reason
-from allranks.timing.steps import ENOUGH_STEPS, LEAST_PART, SLOWER_IN
+from allranks.timing.steps import ENOUGH_STEPS, LEAST_PART, PIPELINE, SLOWER_IN
 from allranks.timing.timeline import BACKWARD, FORWARD
 
 HEAVY = 1.5  # times the forward pass of a light step
@@ -39,9 +39,10 @@ def communication(facts: Facts) -> Said:
         cause = "sockets-instead-of-infiniband"
         return Said(why=why, next=sockets, cause=cause, evidence=evidence)
     fix = "with model.no_sync(): on all but every 4th batch, a larger batch, or fewer ranks"
-    if facts.is_task:
-        fix = "a larger batch_size (which changes the training), or fewer ranks"
     exchanges = facts.found.timing.exchanges
+    if facts.is_task:
+        longest = max(exchanges, key=lambda name: exchanges[name], default="")
+        fix = LESS_WAITING.get(longest, LESS_WAITING["all-reduce"])
     which = f" ({exchanges_in_words(exchanges)})" if exchanges else ""
     return Said(
         why=f"exchanging data between ranks takes {share} of the time{which}{few}",
@@ -55,10 +56,20 @@ def exchanges_in_words(seconds: Mapping[str, float]) -> str:
     """How the waiting is divided among the longest exchanges."""
     whole = math.fsum(seconds.values()) or 1.0
     shown = [(name, took / whole) for name, took in seconds.items() if took >= LEAST_PART * whole]
+    if len(shown) == 1:
+        return shown[0][0]
     return ", ".join(f"{name} {percent(part, 0)}" for name, part in shown) + " of it"
 
 
 SOCKETS = "NCCL uses sockets, not InfiniBand"
+# What makes a task wait less in an exchange; of several, the one that takes longest.
+LESS_WAITING = {
+    "all-reduce": "a larger batch_size (which changes the training), or fewer ranks",
+    "all-gather": "a larger micro_batch_size, as shards are gathered for each, or less fsdp",
+    "reduce-scatter": "a larger micro_batch_size, as shards are reduced after each, or less fsdp",
+    "tensor-parallel": "less tp, and never across nodes",
+    PIPELINE: "more pipeline.micro_batches, so that stages wait less for each other, or less pp",
+}
 LogLine = tuple[str, int, str]  # file, number, text
 
 
@@ -104,7 +115,7 @@ def straggler(facts: Facts) -> Said:
     reason, node = slow_because(facts, rank), facts.node_of(rank)
     there = f" on {node}" if node else ""
     return Said(
-        why=f"the others wait {share} of the time for rank {rank}{there}{reason.words}",
+        why=f"the others wait {share} of the time for {facts.named(rank)}{there}{reason.words}",
         next=reason.fix,
         cause=reason.cause,
         evidence=evidence,
@@ -201,7 +212,10 @@ def own_code(facts: Facts, rank: int) -> Reason:
             fix = f"look at {line}, where this rank spends more time than the others"
             words = f": it takes longer at {line}"
             return Reason(words=words, cause="slow-rank", fix=fix, line=line)
-    if factor is not None:
+    if factor is not None and PIPELINE in timing.exchanges:
+        where = f": its stage takes {ratio(factor)} as long as the others'"
+        fix = f"another pp, which divides the blocks differently, if they are the reason; else {fix}"
+    elif factor is not None:
         fix = f"compare the lengths of its samples with the others'; otherwise {fix}"
     # A CPU may be slower for a while: it shares caches, memory and its host with others.
     is_chance = factor is not None and factor < SLOWER_CPU and not facts.found.is_gpu

@@ -77,7 +77,7 @@ export function drawFindings(state) {
   byId("found").replaceChildren(...list.map(finding), ...problem);
 }
 function finding(found) {
-  const who = [found.rank !== null && found.rank !== undefined && `rank ${found.rank}`, found.node && `on ${found.node}`,
+  const who = [found.rank !== null && found.rank !== undefined && `rank ${found.rank}`, found.place, found.node && `on ${found.node}`,
     found.confidence && `${found.confidence} confidence`, found.cause].filter(Boolean).join(" · ");
   const box = make("div", "finding " + (found.confidence || ""), make("b", "", found.title || found.cause || ""), make("p", "now", who));
   for (const one of (found.evidence || []).slice(0, 4)) {

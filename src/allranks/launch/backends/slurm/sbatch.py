@@ -14,7 +14,7 @@ from allranks.errors import AllranksError
 from allranks.job.job import BUILT_IN, Job
 from allranks.job.values import Duration
 from allranks.launch import env_secrets
-from allranks.layout import Layout
+from allranks.layout import Layout, split_layouts
 from allranks.slurm.commands import parse_time
 
 DEFAULT_GRACE = 120  # seconds; a quarter of the limit where that is less
@@ -89,11 +89,7 @@ class Ask:
 
 def parse_race(text: str) -> list[Racer]:
     """The racers in a list such as `1x4,4x1@a40`. Raises AllranksError."""
-    words = text.split(",")
-    if not all(word.strip() for word in words):
-        fix = ",".join(word for word in words if word.strip()) or "1x4,4x1"
-        raise AllranksError(f'race "{text}": a layout is missing', fix=f"write {fix}")
-    return [Racer.parse(word) for word in words]
+    return [Racer.parse(word) for word in split_layouts(text, "race")]
 
 
 def racers_of(job: Job, race: Sequence[Racer]) -> list[Racer]:
@@ -319,7 +315,7 @@ def summary(job: Job, racer: Racer, samples_per_epoch: int | None) -> dict[str, 
         "time limit": time_text(asked.seconds) if asked.seconds else "site default",
     }
     if job.command is None:
-        batch = job.batch_size or (job.batch_size_per_rank or 0) * racer.layout.ranks
+        batch = job.batch_size or (job.batch_size_per_rank or 0) * racer.layout.data_ranks
         column["effective batch"] = batch
         column["steps per epoch"] = (
             -(-samples_per_epoch // batch) if samples_per_epoch else "known at the start"
