@@ -39,7 +39,7 @@ def make_run(
     `edit`: takes a rank and each of its events, and returns the event as it is written.
     """
     run = RunDir(runs / f"{name}-20260921-1200{number:02}-{number:04x}")
-    nodes, per_node = map(int, layout.split("x"))
+    nodes, per_node = map(int, layout.partition(":")[0].split("x"))
     ranks = nodes * per_node
     run.attempt(0).mkdir(parents=True)
     settings = {"name": name, "task": "language", "batch_size": batch, "steps": steps, "seed": 0}

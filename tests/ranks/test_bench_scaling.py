@@ -142,3 +142,18 @@ def test_a_task_is_measured_with_its_mathematics_unchanged(tmp_path: Path) -> No
     if not row["doubt"]:  # thirty steps of a busy machine may differ too much
         assert row["hours_per_epoch"] == pytest.approx(7000 / row["samples_per_second"] / 3600)
     assert row["parts"]["comm"] == row["parts"]["straggler"] == 0
+
+
+def test_layouts_that_divide_the_model_are_compared(tmp_path: Path) -> None:
+    layouts = {"1x2": "all-reduce", "1x2:fsdp=2": "all-gather", "1x2:pp=2": "pipeline"}
+    args = ["task=language", "options.size=tiny", "batch_size=4", "--no-baseline"]
+    args += ["--layouts", ",".join(layouts), "--repeats", "1", "--steps", "3"]
+    found = bench(tmp_path, *args)
+    rows = {row["layout"]: row for row in found["rows"]}
+    assert sorted(rows) == sorted(layouts)
+    assert {row["samples_per_step"] for row in found["rows"]} == {4.0}
+    for layout, exchange in layouts.items():
+        assert rows[layout]["exchanges"][exchange] > 0
+        assert sum(rows[layout]["exchanges"].values()) <= rows[layout]["step_seconds"]
+    base = max(found["rows"], key=lambda row: row["samples_per_second"])["layout"]
+    assert {row["baseline"] for row in found["rows"]} == {base}  # the fastest of as many ranks

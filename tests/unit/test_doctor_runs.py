@@ -207,7 +207,8 @@ def test_the_command(allranks: Allranks, tmp_path: Path) -> None:
     done = allranks("doctor", log, "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0
-    assert list(found[0]) == ["cause", "title", "rank", "node", "confidence", "evidence", "fix"]
+    keys = ["cause", "title", "rank", "place", "node", "confidence", "evidence", "fix"]
+    assert list(found[0]) == keys
     assert found[0]["evidence"] == [
         {"file": "job.log", "line": 1, "text": "RuntimeError: Address already in use"}
     ]

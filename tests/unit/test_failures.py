@@ -15,6 +15,7 @@ from allranks.run.failures import (
     failure,
     failure_in_words,
     failure_lines,
+    lacked_memory,
     traceback_lines,
 )
 from allranks.run.folder import RunDir
@@ -35,8 +36,10 @@ def start(run: RunDir, attempt: int = 0, ranks: int = 2) -> None:
         append_event(run.events(attempt, rank), "start", rank=rank, pid=100 + rank, host="node1")
 
 
-def fail(run: RunDir, rank: int, t: float, error: dict[str, Any] | None = None) -> None:
-    fields = {"error": error} if error else {}
+def fail(
+    run: RunDir, rank: int, t: float, error: dict[str, Any] | None = None, **more: Any
+) -> None:
+    fields = {**({"error": error} if error else {}), **more}
     append_event(run.events(0, rank), "end", state="failed", exit=1, t=t, **fields)
 
 
@@ -53,6 +56,25 @@ def test_the_first_to_fail_is_the_one(run: RunDir) -> None:
     assert failed is not None
     assert (failed["rank"], failed["error"]["what"]) == (1, "first")
     assert failed["log"] == str(run.log(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("what", "fields", "lacked"),
+    [
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.", {}, True),
+        ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried", {}, True),
+        ("", {"signal": "SIGKILL", "memory_kills": 1}, True),
+        ("", {"signal": "SIGKILL"}, False),  # by whom, nobody knows
+        ("ValueError: no such data", {}, False),
+    ],
+)
+def test_whether_a_rank_ran_out_of_memory(
+    run: RunDir, what: str, fields: dict[str, Any], lacked: bool
+) -> None:
+    start(run, ranks=2)
+    fail(run, 1, 11.0, error(what) if what else None, **fields)
+    failed = failure(run)
+    assert failed is not None and lacked_memory(failed) == lacked
 
 
 def test_echoes_are_passed_over_though_they_came_first(run: RunDir) -> None:

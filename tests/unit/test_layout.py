@@ -7,7 +7,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from allranks.errors import AllranksError
-from allranks.layout import MAX_GPUS_PER_NODE, MAX_NODES, Layout
+from allranks.layout import (
+    MAX_GPUS_PER_NODE,
+    MAX_NODES,
+    Layout,
+    place_in_words,
+    split_layouts,
+    with_place,
+)
 
 # A loaded machine is no failure.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -36,6 +43,45 @@ def test_ranks_and_the_dp_that_is_left() -> None:
     layout = Layout(nodes=4, gpus=8, tp=4, pp=2)
     assert layout.ranks == 32
     assert layout.dp == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1x4", ["1x4"]),
+        ("1x1, 1x2", ["1x1", "1x2"]),
+        ("1x1,2x4:fsdp=2,tp=2,1x2", ["1x1", "2x4:fsdp=2,tp=2", "1x2"]),
+        ("2x4:fsdp=2, tp = 2@a40,1x2@h100", ["2x4:fsdp=2, tp = 2@a40", "1x2@h100"]),
+        ("1x4:pp=2,1x4:fdsp=4,tp=1", ["1x4:pp=2", "1x4:fdsp=4,tp=1"]),  # refused with its name
+    ],
+)
+def test_a_list_of_layouts_keeps_the_commas_of_their_axes(text: str, words: list[str]) -> None:
+    assert split_layouts(text, "--layouts") == words
+
+
+@pytest.mark.parametrize("text", ["", ",", "1x1,", "1x4:tp=2,,1x1", ":,"])
+def test_a_list_in_which_a_layout_is_missing_is_refused(text: str) -> None:
+    with pytest.raises(AllranksError, match="a layout is missing") as refusal:
+        split_layouts(text, "--layouts")
+    assert split_layouts(refusal.value.fix.removeprefix("write "), "fix")
+
+
+def test_where_ranks_are_in_a_layout_that_divides_the_model() -> None:
+    whole = "2x4:fsdp=2,tp=2"  # and two replicas
+    assert place_in_words(whole, [5]) == "shard 0, tp 1, replica 1"
+    assert place_in_words(whole, [4, 5]) == "shard 0, replica 1"
+    assert place_in_words(whole, range(8)) == ""
+    assert with_place("rank 3", "1x4:pp=2@a40", [3]) == "rank 3 (stage 1, replica 1)"
+    for unknown in ("1x4", "1x4:pp=2,1x2", "", None):  # copies; a queue's choice; not known
+        assert with_place("rank 1", unknown, [1]) == "rank 1"
+
+
+def test_an_axis_alone_is_larger() -> None:
+    one = Layout.parse("1x2:tp=2")
+    for text, axis in {"1x4:tp=2": "dp", "1x4:tp=4": "tp", "1x4:tp=2,pp=2": "pp"}.items():
+        assert Layout.parse(text).axis_beyond(one) == axis
+    for text in ("1x2:tp=2", "1x8:tp=4", "1x4", "1x1"):
+        assert Layout.parse(text).axis_beyond(one) is None
 
 
 sizes = st.integers(1, 5)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from allranks.bench.laws import law_of, laws_of
-from allranks.bench.scaling import Repeat, as_json, plan_runs, show
+from allranks.bench.scaling import Repeat, as_json, plan_runs, result_of, show
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
 from allranks.layout import Layout
@@ -225,7 +225,7 @@ def test_waiting_is_shown_by_the_name_of_the_exchange() -> None:
     rows = {row["layout"]: row for row in found["rows"]}
     assert rows["1x1"]["exchanges"] is None
     assert rows["1x2:fsdp=2"]["exchanges"] == pytest.approx(named, rel=0.01)
-    assert "waiting of a step, by exchange" in shown(found)
+    assert "waiting in a step, by exchange" in shown(found)
 
 
 def test_what_scales_is_said_to_scale() -> None:
@@ -367,6 +367,61 @@ def test_ranks_that_hinder_each_other_have_no_serial_fraction() -> None:
     assert "Universal Scalability Law fits: contention" in shown(found, 200)
 
 
+# --- Layouts that divide the model ---------------------------------------------------------------
+
+
+def test_layouts_of_as_many_ranks_are_rows_of_their_own() -> None:
+    steps = {"1x1": 1.0, "1x4": 0.5, "1x4:fsdp=4": 0.4, "1x4:tp=2": 0.3, "1x4:pp=2": 0.299}
+    found = as_json([repeat(layout, seconds) for layout, seconds in steps.items()])
+    assert {row["layout"]: round(1 / row["speedup"], 3) for row in found["rows"]} == steps
+    assert found["verdict"].startswith("1x4:pp=2 is 3.34x as fast as 1x1 (83.6% efficient, measu")
+    assert "; 1x4:tp=2 may be as fast, as their 95% intervals overlap" in found["verdict"]
+    assert "relative to" not in shown(found, 200)
+    same = [repeat("1x4", 0.5), repeat("1x4:fsdp=4", 0.4), repeat("1x4:tp=4", 1.0)]
+    found = as_json(same)
+    assert {row["baseline"] for row in found["rows"]} == {"1x4:fsdp=4"} and found["fit"] is None
+    assert found["mode"] == "strong"
+    assert found["verdict"].startswith(
+        "1x4:fsdp=4 is 1.25x as fast as 1x4 (measured), the fastest of 3 layouts with 4 ranks"
+    )
+    assert "measured; speedup and efficiency relative to 1x4:fsdp=4" in shown(found, 200)
+
+
+def test_a_law_is_about_more_ranks_along_one_axis() -> None:
+    steps = {"1x1": 1.0, "1x2": 0.6, "1x4": 0.4, "1x2:tp=2": 0.9, "1x4:tp=2": 0.3}
+    found = as_json([repeat(layout, seconds) for layout, seconds in steps.items()])
+    fit = found["fit"]
+    assert (fit["axis"], fit["layouts"]) == ("dp", ("1x1", "1x2", "1x4"))
+    assert fit["serial_fraction"] == pytest.approx(0.2) and fit["prediction"]["ranks"] == 8
+    assert "Amdahl's law fits 1x1, 1x2 and 1x4: serial fraction 20.0%" in shown(found, 200)
+    assert "Predicted for 8 ranks of dp by Amdahl's law: 3.33x" in found["verdict"]
+    sharded = {"1x1": 1.0, "1x2:fsdp=2": 0.6, "1x4:fsdp=4": 0.4, "1x4": 0.3}
+    fit = as_json([repeat(layout, seconds) for layout, seconds in sharded.items()])["fit"]
+    assert fit["axis"] == "fsdp" and fit["layouts"] == ("1x1", "1x2:fsdp=2", "1x4:fsdp=4")
+    found = as_json([repeat("1x2:tp=2", 1.0), repeat("1x4:pp=4", 0.6)])
+    assert found["fit"] is None and "along one axis" in found["fit_problem"]
+
+
+def test_where_one_rank_has_too_little_memory_the_smallest_that_fits_is_the_base() -> None:
+    problem = "rank 0 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB"
+    full = [replace(Repeat(f"r{n}", n, None, problem), lacked_memory=True) for n in ("1x1", "1x2")]
+    fits = [repeat("1x2:fsdp=2", 1.0), repeat("1x4:fsdp=4", 0.6), repeat("1x4:tp=4", 0.4)]
+    found = as_json([*full, *fits])
+    rows = {row["layout"]: row for row in found["rows"]}
+    assert [rows[name]["out_of_memory"] for name in rows] == [True, True, False, False, False]
+    assert rows["1x1"]["speedup"] is rows["1x2"]["speedup"] is None
+    # Dividing the model otherwise may be more efficient: that is not called too good to be true.
+    assert [rows[name]["efficiency"] for name in rows][2:] == pytest.approx(
+        [1.0, 0.833, 1.25], 0.01
+    )
+    result = result_of(found)
+    assert result.error is None and not result.notes  # it is a result, not a failure
+    printed = shown(found, 200)
+    assert "relative to 1x2:fsdp=2" in printed
+    assert "1x1 and 1x2 do not fit: out of memory" in printed
+    assert result_of(as_json(full)).error is not None
+
+
 # --- Which runs -------------------------------------------------------------------------------
 
 
@@ -374,6 +429,8 @@ def test_rounds_go_over_all_layouts_and_a_baseline_is_added() -> None:
     plan = plan_runs("1x4, 1x2", steps="200", repeats=2)
     assert [str(layout) for layout in plan.layouts] == ["1x1", "1x2", "1x4"] * 2
     assert plan_runs("1x1,1x1", steps="all", repeats=1).layouts == (Layout(1, 1),)
+    plan = plan_runs("1x4,2x4:fsdp=2,tp=2,1x4:pp=2", steps="200", repeats=1)
+    assert [str(one) for one in plan.layouts] == ["1x1", "1x4", "1x4:pp=2", "2x4:fsdp=2,tp=2"]
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,16 @@ def test_without_stacks_the_phase_says_where_a_rank_is() -> None:
     assert "is at 'forward'" in found.why
 
 
+def test_a_rank_is_named_with_its_stage() -> None:
+    own, waits = {"stack": OWN, "layout": "1x4:pp=2"}, {"stack": WAITS, "layout": "1x4:pp=2"}
+    known = states(waits, waits, waits, own)
+    assert who_is_where(known, blame(known)) == (
+        "rank 3 (stage 1, replica 1) is at train.py:9 in stuck; ranks 0-2 wait for it in all_reduce"
+    )
+    known = states(waits, own, waits, own)
+    assert who_is_where(known, blame(known)).startswith("ranks 1 and 3 (stage 1) are at train.py")
+
+
 def test_ranks_in_different_exchanges_are_told_apart() -> None:
     other = Stack(4, (WAITS.frames[0], Frame("/me/train.py", 11, "f")), "")
     apart = states({"stack": WAITS, "collectives": 8}, {"stack": other, "collectives": 7})

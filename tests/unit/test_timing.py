@@ -140,6 +140,10 @@ def test_exchanges_that_cannot_be_paired_are_compared_as_sums() -> None:
     assert exchange_seconds([event(waits=[1.0, 2.0]), event(waits=[1.0, 1.0, 0.5])]) == 2.5
     assert exchange_seconds([event(waits=[1.0, 2.0]), event(waits=[2.0, 0.5])]) == 1.5
     assert exchange_seconds([event(wait=3.0), event(wait=2.0)]) == 2.0
+    # Stages wait for different neighbours: their first waits have nothing in common.
+    stages = [event(waits=[0.0, 3.0]), event(waits=[3.0, 0.0])]
+    assert exchange_seconds(stages) == 0.0
+    assert exchange_seconds([{**one, "exchanges": {"pipeline": 3.0}} for one in stages]) == 3.0
 
 
 def noise(seed: int, num_steps: int = 60) -> dict[int, dict[int, dict[str, Any]]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.verdict_runs import HEALTHY, Event, cpu_trace, gpu_trace, planted
 
+from allranks.layout import Layout
 from allranks.run import files
 from allranks.run.folder import RunDir
 from allranks.timing.verdict import MOST_BYTES, Verdict, judge
@@ -81,6 +82,35 @@ def test_a_rank_that_the_others_wait_for(tmp_path: Path, ranks: int) -> None:
     found = verdict_of(planted(tmp_path, *each, comm=1.0, traces=shown))
     assert (found.limit, found.sure, found.rank) == ("straggler", True, ranks - 1)
     assert found.share == pytest.approx(0.5, abs=0.02) and found.line == "train.py:7"
+
+
+@pytest.mark.parametrize(
+    ("layout", "slow", "why"),
+    [
+        ("1x2:pp=2", [1], "for rank 1 (stage 1): its stage takes "),
+        ("1x4:pp=2", [1, 3], "for stage 1, which takes "),
+        ("1x4:pp=2", [3], "for rank 3 (stage 1, replica 1): "),  # rank 1 is not slow
+        ("1x4:pp=2", [], "exchanging data between ranks takes 50% of the time (pipeline)"),
+    ],
+)
+def test_stages_of_a_pipeline(tmp_path: Path, layout: str, slow: list[int], why: str) -> None:
+    """Ranks that wait for another stage are not slow; a stage that computes longer is named."""
+
+    def each(rank: int, number: int, step: Event) -> Event:
+        return {**step, "exchanges": {"pipeline": 0.05}}
+
+    ranks = Layout.parse(layout).ranks
+    long = {**HEALTHY, "forward": 2 * HEALTHY["forward"], "backward": 2 * HEALTHY["backward"]}
+    phases = [long if rank in slow else HEALTHY for rank in range(ranks)]
+    comm = 1.0 if slow else sum(HEALTHY.values())
+    start = {"layout": layout}
+    run = planted(
+        tmp_path, *phases, comm=comm, traces=traces(ranks), each=each, start=start, steps=60
+    )
+    found = verdict_of(run)
+    assert found.limit == ("straggler" if slow else "communication") and why in found.why
+    assert found.rank == (slow[0] if len(slow) == 1 else None)
+    assert ("another pp" in (found.next or "")) == (slow in ([1], [1, 3]))
 
 
 @RANKS

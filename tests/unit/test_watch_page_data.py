@@ -127,6 +127,8 @@ def test_ranks_have_cells_with_marks_and_no_empty_columns() -> None:
     assert first["cells"]["°C"][2] == "warn" and first["cells"]["data"] == [None, "-", ""]
     assert second["cells"]["data"] == [0.02, "20.0ms", "warn"] and second["heard"] == 7.2
     assert second["cells"]["network"][1] == "1 GB/s"
+    divided = page_data.rank_table([replace(busy, place="stage 1, shard 0")], DEFAULT_MARKS)
+    assert divided["ranks"]["3"]["cells"]["place"] == ["stage 1, shard 0"] * 2 + [""]
 
 
 def test_memory_is_what_is_used_now_and_a_peak_is_called_one() -> None:
@@ -145,6 +147,12 @@ def test_where_the_time_goes_in_words() -> None:
     line = page_data.parts_line(parts, run)
     assert line is not None and line["shares"]["comm"] == [0.1, "comm 10.0%"]
     assert line["slowest"] == "slowest: rank 2, last in 50% of the last 9 steps"
+    divided = replace(parts, layout="1x4:pp=2", exchanges={"pipeline": 0.009, "reduce": 1e-5})
+    line = page_data.parts_line(divided, run)
+    assert line is not None and line["slowest"] == (
+        "waits: pipeline 9.00ms; slowest: rank 2 (stage 0, replica 1), last in 50% of the last 9 "
+        "steps"
+    )
     # A trace shows that two thirds of what looks like computing are other code.
     shares = {"compute": 0.3, "host": 0.6, "communication": 0.1}
     verdict = Verdict(limit="host", why="", shares=shares)

@@ -285,6 +285,8 @@ def test_ranks_that_take_turns_have_no_slowest_among_them() -> None:
     shares, turns = parts_lines(Parts(seconds=seconds, steps=32), run())
     assert shares.plain == "step 100ms: compute 80%  waiting 20%"
     assert turns.plain == "no rank is slower than the others in the last 32 steps: they take turns"
+    divided = rank_cells(rank(2, place="stage 1, shard 0"), DEFAULT_MARKS, NOW)
+    assert divided["place"].plain == "stage 1, shard 0"
     calm = parts_lines(Parts(seconds=seconds | {"straggler": 0.002}, steps=32), run())
     assert calm[1].plain == ""
 

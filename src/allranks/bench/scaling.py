@@ -542,7 +542,7 @@ def exchanges_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         (name_of(row, rows), *(duration(row["exchanges"].get(name)) for name in names))
         for row in those
     ]
-    return Table("waiting of a step, by exchange", ("layout", *names), cells)
+    return Table("waiting in a step, by exchange", ("layout", *names), cells)
 
 
 def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -97,7 +97,10 @@ class DeviceMemory:
         """Fields for an error event; none unless the GPU's memory was full."""
         import torch
 
-        if not is_out_of_memory(f"{type(error).__name__}: {error}") or not torch.cuda.is_initialized():
+        if (
+            not tracebacks.is_out_of_memory(f"{type(error).__name__}: {error}")
+            or not torch.cuda.is_initialized()
+        ):
             return {}
         device = self.recorder.device or torch.device("cuda", torch.cuda.current_device())
         sizes, counted = optimizer_bytes(alive(torch.optim.Optimizer), device)

@@ -25,6 +25,7 @@ PAGE, PICTURE, TEXT = "report.html", "scaling.png", "report.md"
 INK, QUIET, GRID = "#1c2330", "#6b7486", "#e4e8ee"
 LARGE = 16  # times the fewest ranks
 COLOURS = ("#2f6fde", "#d9822b", "#2a9d6f", "#a05bc4", "#c8455b", "#5b7186")
+MARKERS = ("s", "D", "^", "v", "P", "X")  # of layouts beside the line
 NEEDS = {PAGE: "plotly", PICTURE: "matplotlib"}
 
 
@@ -188,10 +189,10 @@ def scaling_png(report: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7.2, 4.6), dpi=150, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     lines = scaling_lines(report)
-    ranks = sorted({row["ranks"] for rows in lines.values() for row in rows})
+    ranks = sorted({row["ranks"] for rows, _ in lines.values() for row in rows})
     axes.plot(ranks, ranks, linestyle=(0, (4, 4)), color=QUIET, linewidth=1.2, label="ideal")
     highest = ranks[-1]
-    for (name, rows), colour in zip(lines.items(), COLOURS * len(lines), strict=False):
+    for (name, (rows, rest)), colour in zip(lines.items(), COLOURS * len(lines), strict=False):
         # Without a run of one rank, the line begins on the ideal, at the ranks of its baseline.
         scale = rows[0]["ranks"]
         x, y = [row["ranks"] for row in rows], [scale * row["speedup"] for row in rows]
@@ -201,6 +202,8 @@ def scaling_png(report: Mapping[str, Any], path: Path) -> None:
         style: dict[str, Any] = {"marker": "o", "markersize": 6, "linewidth": 2}
         style |= {"capsize": 4, "elinewidth": 1}
         label = name.replace("$", r"\$") if len(lines) > 1 else "measured"
+        if rest and len(lines) == 1:
+            label = f"the fastest: {', '.join(row['layout'] for row in rows)}"
         axes.errorbar(x, y, yerr=(below, above), color=colour, label=label, **style)
         highest = max(highest, *(scale * high for _, high in intervals))
         for row, value in zip(rows, y, strict=True) if len(lines) == 1 else ():
@@ -212,6 +215,10 @@ def scaling_png(report: Mapping[str, Any], path: Path) -> None:
                 fontsize=9,
                 color=colour,
             )
+        for row, marker in zip(rest, MARKERS * len(rest), strict=False):
+            said = f"{row['layout']} ({percent(row['efficiency'])})"
+            style = {"linestyle": "", "marker": marker, "color": colour, "markerfacecolor": "none"}
+            axes.plot([row["ranks"]], [scale * row["speedup"]], label=said, **style)
     style_axes(axes, ranks, math.ceil(highest))
     if doubtful := doubtful_names(report):
         said = f"not shown, as their numbers are doubtful: {listed(doubtful)}"
@@ -220,15 +227,20 @@ def scaling_png(report: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def scaling_lines(report: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows of each job and device; of layouts with the same ranks, the fastest."""
+Rows = list[Mapping[str, Any]]
+
+
+def scaling_lines(report: Mapping[str, Any]) -> dict[str, tuple[Rows, Rows]]:
+    """The rows of each job and device: of layouts with the same ranks the fastest; and the rest."""
     lines = {}
     for section in report["sections"]:
         for device in section["devices"]:
             rows = [row for row in section["rows"] if row["device"] == device and row["speedup"]]
             best = {row["ranks"]: row for row in sorted(rows, key=lambda row: row["speedup"])}
             if best:
-                lines[f"{section['job']}, {device}"] = [best[ranks] for ranks in sorted(best)]
+                line = [best[ranks] for ranks in sorted(best)]
+                rest = [row for row in rows if row not in line]
+                lines[f"{section['job']}, {device}"] = line, rest
     return lines
 
 

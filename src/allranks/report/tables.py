@@ -27,6 +27,7 @@ from allranks.timing.result import (
     NEXT,
     WARNING,
     VerdictLine,
+    shown_exchanges,
     shown_parts,
     verdict_lines,
     verdict_table,
@@ -49,6 +50,8 @@ def tables(section: Record) -> Iterator[Table]:
         yield hours(section)
     if any(row["parts"] for row in rows):
         yield parts(rows, section)
+    if len((waits := exchanges(rows, section)).columns) > 1:
+        yield waits
     if any(row["metrics"] for row in rows):
         yield metrics(rows, section)
     yield runs(section["runs"])
@@ -137,6 +140,17 @@ def parts(rows: Sequence[Record], section: Record) -> Table:
         if row["parts"]
     ]
     return Table("Where a step's time goes", columns, cells, texts=("limited by",))
+
+
+def exchanges(rows: Sequence[Record], section: Record) -> Table:
+    """How long a rank waits in each kind of exchange, for bytes and for other ranks."""
+    those = [row for row in rows if row["exchanges"]]
+    names = shown_exchanges((row["exchanges"], row["step_seconds"]) for row in those)
+    cells = [
+        (name_of(row, section), *(duration(row["exchanges"].get(name)) for name in names))
+        for row in those
+    ]
+    return Table("Waiting in a step, by exchange", ("layout", *names), cells)
 
 
 def metrics(rows: Sequence[Record], section: Record) -> Table:

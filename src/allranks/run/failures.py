@@ -71,15 +71,9 @@ def is_echo(failed: dict[str, Any]) -> bool:
     return bool((failed.get("error") or {}).get("echo"))
 
 
-def is_out_of_memory(text: str) -> bool:
-    """Whether an exception, in words, says that a GPU or the host has no more memory."""
-    kinds = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
-    return any(kind in text for kind in kinds)
-
-
 def lacked_memory(failed: Mapping[str, Any]) -> bool:
     """Whether a failure, as `failure` returns it, is for want of memory."""
-    return bool(failed.get("memory_kills")) or is_out_of_memory(
+    return bool(failed.get("memory_kills")) or tracebacks.is_out_of_memory(
         (failed.get("error") or {}).get("what", "")
     )
 

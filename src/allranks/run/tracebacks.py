@@ -213,6 +213,12 @@ def _describe_alone(error: BaseException, above: Sequence[Frame] = ()) -> dict[s
     return {"type": type(error).__name__, "message": message, **places(frames)}
 
 
+def is_out_of_memory(text: str) -> bool:
+    """Whether an exception, in words, says that a GPU or the host has no more memory."""
+    kinds = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
+    return any(kind in text for kind in kinds)
+
+
 def is_echo(name: str, message: str) -> bool:
     """Whether an error only says that another rank is gone."""
     if name == "PeerFailure":

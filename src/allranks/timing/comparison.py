@@ -342,7 +342,9 @@ def judged_base(rows: Sequence[Compared], device: str) -> Compared | None:
     own = [
         row
         for row in rows
-        if row.device == device and row.pace and not row.doubt
+        if row.device == device
+        and row.pace
+        and not row.doubt
         # To divide the model otherwise can be more efficient: it exchanges other things.
         and (base.ranks == 1 or row.whole.divided == base.whole.divided)
     ]

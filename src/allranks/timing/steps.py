@@ -125,7 +125,8 @@ def slowest_in_words(
     if rank is None:
         return f"no rank is slower than the others in {window}"
     by = f", slower in {SLOWER_IN.get(part, part)}" if part else ""
-    return with_place(f"rank {rank}", layout, [rank]) + f", last in {percent(share, 0)} of {window}{by}"
+    who = with_place(f"rank {rank}", layout, [rank])
+    return f"{who}, last in {percent(share, 0)} of {window}{by}"
 
 
 def timing(

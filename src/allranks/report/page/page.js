@@ -123,13 +123,15 @@ function scalingTraces(job, several) {
     const best = rows.filter(row => rows.every(other => other.ranks !== row.ranks || other.speedup <= row.speedup));
     const rest = rows.filter(row => !best.includes(row));
     if (!traces.length) traces.push(ideal(job.rows.filter(row => row.speedup).map(row => row.ranks), best[0].ranks));
-    const label = several ? device : "measured";
+    const label = several ? device : rest.length ? `the fastest: ${best.map(row => row.layout).join(", ")}` : "measured";
     traces.push({...points(best, "c" + i % 10), name: inert(label), label, mode: "lines+markers+text",
       text: best.map(row => several ? "" : row.efficiency_words),
       line: {color: colour("c" + i % 10), width: 2.5}, marker: {size: 8, color: colour("c" + i % 10)}});
-    if (rest.length) traces.push({...points(rest, "c" + i % 10), name: "", mode: "markers+text",
-      text: rest.map(row => inert(row.layout)),
-      marker: {size: 8, color: colour("paper"), line: {color: colour("c" + i % 10), width: 2}}});
+    rest.forEach((row, k) => {
+      const name = "c" + (job.devices.length + k) % 10;
+      traces.push({...points([row], name), name: inert(row.layout), label: several ? `${row.layout} ${device}` : row.layout,
+        mode: "markers", marker: {size: 9, symbol: "diamond", color: colour(name)}});
+    });
   });
   return traces;
 }

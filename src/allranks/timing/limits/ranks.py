@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
+from allranks.layout import place_in_words
 from allranks.run import files
 from allranks.run.record import RankRecord, samples_by_rank
 from allranks.show.numbers import count, duration, percent, ratio
@@ -65,10 +66,10 @@ SOCKETS = "NCCL uses sockets, not InfiniBand"
 # What makes a task wait less in an exchange; of several, the one that takes longest.
 LESS_WAITING = {
     "all-reduce": "a larger batch_size (which changes the training), or fewer ranks",
-    "all-gather": "a larger micro_batch_size, as shards are gathered for each, or less fsdp",
-    "reduce-scatter": "a larger micro_batch_size, as shards are reduced after each, or less fsdp",
-    "tensor-parallel": "less tp, and never across nodes",
-    PIPELINE: "more pipeline.micro_batches, so that stages wait less for each other, or less pp",
+    "all-gather": "a larger micro_batch_size (shards are gathered for each), or a smaller fsdp",
+    "reduce-scatter": "a larger micro_batch_size (shards are reduced for each), or a smaller fsdp",
+    "tensor-parallel": "a smaller tp, inside a node",
+    PIPELINE: "more pipeline.micro_batches (stages wait less for each other), or a smaller pp",
 }
 LogLine = tuple[str, int, str]  # file, number, text
 
@@ -110,6 +111,14 @@ def straggler(facts: Facts) -> Said:
     timing, share = facts.found.timing, facts.share("straggler")
     rank = timing.slowest_rank
     evidence = f"waiting {facts.of_step(facts.seconds('straggler'))}; {timing.slowest_words}"
+    if (stage := heavy_stage(facts)) is not None:
+        return Said(
+            why=f"ranks wait {share} of the time for {stage[0]}, which takes "
+            f"{ratio(stage[1])} as long as the others",
+            next=OTHER_STAGES,
+            cause="uneven-steps",
+            evidence=evidence,
+        )
     if rank is None or not has_culprit(facts):
         return taking_turns(facts, evidence)
     reason, node = slow_because(facts, rank), facts.node_of(rank)
@@ -123,6 +132,43 @@ def straggler(facts: Facts) -> Said:
         line=reason.line,
         doubt=reason.doubt,
     )
+
+
+OTHER_STAGES = "another pp, which divides the blocks differently"
+
+
+def heavy_stage(facts: Facts) -> tuple[str, float] | None:
+    """The stage whose ranks all compute longer than all others, and how many times as long.
+
+    Of stages with one rank each, it may be the rank that is slow.
+    """
+    stages = {
+        stage: [sum(mean_pass(facts, rank, phase) for phase in (FORWARD, BACKWARD)) for rank in of]
+        for stage, of in ranks_of_stages(facts).items()
+        if len(of) > 1
+    }
+    if len(stages) < 2:
+        return None
+    longest = max(stages, key=lambda stage: min(stages[stage]))
+    others = max(max(each) for stage, each in stages.items() if stage != longest)
+    factor = min(stages[longest]) / others if others else 0.0
+    return (longest, factor) if factor >= HEAVIER else None
+
+
+def ranks_of_stages(facts: Facts) -> dict[str, list[int]]:
+    """The ranks of each stage; empty if it is no pipeline."""
+    stages: dict[str, list[int]] = {}
+    for rank, record in facts.records.items() if PIPELINE in facts.found.timing.exchanges else ():
+        stage = place_in_words(record.start.get("layout"), [rank]).partition(",")[0]
+        stages.setdefault(stage, []).append(rank)
+    return stages
+
+
+def mean_pass(facts: Facts, rank: int, phase: str) -> float:
+    """Seconds of a rank's forward or backward pass in its measured steps."""
+    steps = facts.records[rank].timed_steps
+    first = facts.found.timing.first_step
+    return statistics.fmean(steps[n][phase] for n in steps if n >= first)
 
 
 def has_culprit(facts: Facts) -> bool:
@@ -212,9 +258,9 @@ def own_code(facts: Facts, rank: int) -> Reason:
             fix = f"look at {line}, where this rank spends more time than the others"
             words = f": it takes longer at {line}"
             return Reason(words=words, cause="slow-rank", fix=fix, line=line)
-    if factor is not None and PIPELINE in timing.exchanges:
+    if factor is not None and [rank] in ranks_of_stages(facts).values():
         where = f": its stage takes {ratio(factor)} as long as the others'"
-        fix = f"another pp, which divides the blocks differently, if they are the reason; else {fix}"
+        fix = f"{OTHER_STAGES}, if these are the reason; otherwise {fix}"
     elif factor is not None:
         fix = f"compare the lengths of its samples with the others'; otherwise {fix}"
     # A CPU may be slower for a while: it shares caches, memory and its host with others.
@@ -228,14 +274,11 @@ def heavier(facts: Facts, rank: int) -> float | None:
 
     None unless both passes take longer, by similar factors.
     """
-    first, middle = facts.found.timing.first_step, facts.found.timing.middle_rank
+    middle = facts.found.timing.middle_rank
     factors = []
     for phase in (FORWARD, BACKWARD):
-        means = []
-        for one in (rank, rank if middle is None else middle):
-            steps = facts.records[one].timed_steps
-            means.append(statistics.fmean(steps[n][phase] for n in steps if n >= first))
-        factors.append(means[0] / means[1] if means[1] else 0.0)
+        others = mean_pass(facts, rank if middle is None else middle, phase)
+        factors.append(mean_pass(facts, rank, phase) / others if others else 0.0)
     is_alike = max(factors) <= ALIKE_FACTORS * min(factors)
     return statistics.fmean(factors) if min(factors) >= HEAVIER and is_alike else None
 
