@@ -100,3 +100,12 @@ def test_a_rung_is_measured_when_its_last_step_was_made(tmp_path: Path) -> None:
     assert rung == "1x1" and climbed == ladder.read(run)
     assert climbed.speeds == {"1x1": pytest.approx(100.0)} and climbed.rung == "1x2"
     assert climbed.steps == 50
+
+
+def test_of_rungs_with_as_many_ranks_the_fastest_is_trained_on() -> None:
+    rungs = [Racer.parse(text) for text in ("1x1", "1x4", "1x4:fsdp=4")]
+    climbed = ladder.of(rungs, min_efficiency=0.5).after(100).after(300).after(280)
+    assert climbed.layouts == ("1x1", "1x4", "1x4:fsdp=4") and climbed.chosen == "1x4"
+    assert ladder.of(rungs, min_efficiency=0.5).after(100).after(300).after(320).chosen == (
+        "1x4:fsdp=4"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.report_runs import make_run, scaling_study
 
 from allranks.report.build import build
 from allranks.report.facts import read_run
-from allranks.report.files import data_block, inside_script, markdown, write_files
+from allranks.report.files import data_block, inside_script, markdown, scaling_lines, write_files
 from allranks.report.tables import show_report
 from allranks.run.folder import RunDir
 from allranks.show.text import in_markdown
@@ -163,6 +164,30 @@ def test_the_picture(tmp_path: Path, study: dict[str, Any]) -> None:
     pytest.importorskip("matplotlib")
     write_files(study, tmp_path)
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_layouts_with_as_many_ranks_stay_apart(tmp_path: Path) -> None:
+    def edit(rank: int, event: dict[str, Any]) -> dict[str, Any]:
+        return {**event, "exchanges": {"pipeline": event["wait"]}} if "wait" in event else event
+
+    seconds = {"1x2:fsdp=2": 0.2, "1x4:fsdp=4": 0.11, "1x4:pp=2": 0.12}
+    made = [
+        make_run(tmp_path, layout, step_seconds=took, comm=0.02, number=number, edit=edit)
+        for number, (layout, took) in enumerate(seconds.items())
+    ]
+    study = report_of(made)
+    (section,) = study["sections"]
+    assert {row["layout"]: row["baseline"] for row in section["rows"]} == dict.fromkeys(
+        seconds, "1x2:fsdp=2"
+    )
+    ((line, rest),) = scaling_lines(study).values()
+    assert [row["layout"] for row in line] == ["1x2:fsdp=2", "1x4:fsdp=4"]
+    assert [row["layout"] for row in rest] == ["1x4:pp=2"]
+    assert "speedup vs 1x2:fsdp=2" in markdown(study)
+    assert "Waiting in a step, by exchange" in markdown(study)
+    if find_spec("matplotlib"):
+        write_files(study, tmp_path)
+        assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_picture_of_many_ranks_and_of_several_jobs(tmp_path: Path) -> None:

@@ -388,10 +388,8 @@ class Job(Section):
     def differences(self, other: Job) -> list[Difference]:
         """The keys whose values differ in the other job."""
         ours, theirs = dict(_flat(self.to_mapping())), dict(_flat(other.to_mapping()))
-        grows = (
-            self.batch_size_per_rank is not None
-            and self.layout.data_ranks != other.layout.data_ranks
-        )
+        is_moved = self.layout.data_ranks != other.layout.data_ranks
+        grows = is_moved and self.batch_size_per_rank is not None
         mathematics = {*MATHEMATICS, *(["layout"] if grows else [])}
         return [
             Difference(key, ours.get(key), theirs.get(key), key.partition(".")[0] in mathematics)

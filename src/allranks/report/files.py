@@ -190,11 +190,14 @@ def scaling_png(report: Mapping[str, Any], path: Path) -> None:
     axes = figure.add_subplot()
     lines = scaling_lines(report)
     ranks = sorted({row["ranks"] for rows, _ in lines.values() for row in rows})
-    axes.plot(ranks, ranks, linestyle=(0, (4, 4)), color=QUIET, linewidth=1.2, label="ideal")
-    highest = ranks[-1]
+    bases = {rows[0]["layout"]: rows[0]["ranks"] for rows, _ in lines.values()}
+    first = ranks[0] if len({*bases.values()}) == 1 else 1
+    ideal = [number / first for number in ranks]
+    axes.plot(ranks, ideal, linestyle=(0, (4, 4)), color=QUIET, linewidth=1.2, label="ideal")
+    highest = ideal[-1]
     for (name, (rows, rest)), colour in zip(lines.items(), COLOURS * len(lines), strict=False):
-        # Without a run of one rank, the line begins on the ideal, at the ranks of its baseline.
-        scale = rows[0]["ranks"]
+        # Lines whose baselines have different numbers of ranks begin on the ideal, each at its own.
+        scale = rows[0]["ranks"] / first
         x, y = [row["ranks"] for row in rows], [scale * row["speedup"] for row in rows]
         intervals = [row["speedup_ci95"] or (row["speedup"], row["speedup"]) for row in rows]
         below = [value - scale * low for value, (low, _) in zip(y, intervals, strict=True)]
@@ -220,6 +223,8 @@ def scaling_png(report: Mapping[str, Any], path: Path) -> None:
             style = {"linestyle": "", "marker": marker, "color": colour, "markerfacecolor": "none"}
             axes.plot([row["ranks"]], [scale * row["speedup"]], label=said, **style)
     style_axes(axes, ranks, math.ceil(highest))
+    if first > 1:
+        axes.set_ylabel(f"speedup relative to {listed(bases)}", color=INK)
     if doubtful := doubtful_names(report):
         said = f"not shown, as their numbers are doubtful: {listed(doubtful)}"
         axes.set_title(said.replace("$", r"\$"), fontsize=9, color=QUIET, loc="left")

@@ -45,7 +45,7 @@ function section(job, index) {
   if (job.next.length) element.append(make("dl", "next", ...job.next.flatMap(([label, words, aside]) =>
     [make("dt", "", label), make("dd", "", words, make("small", "", aside))])));
   element.append(make("div", "choices", ...job.choices.map(([goal, layout, why]) => make("div", goal === "best of both" ? "choice both" : "choice",
-    make("div", "goal", goal), make("div", "layout", layout), make("div", "why", why)))));
+    make("div", "goal", goal), make("div", "layout", ...layout.split(/(?<=,)/).flatMap(part => [part, make("wbr")])), make("div", "why", why)))));
   // Before the numbers, not after them: what a reader must know to read them right.
   if (job.notes.length) element.append(notes("Notes", job.notes));
   element.append(charts(index, job, job.devices.length > 1), ...job.tables.map(table));

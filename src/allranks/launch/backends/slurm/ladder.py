@@ -63,7 +63,14 @@ class Ladder:
             return replace(climbed, chosen=rung if is_too_fast else below)
         if row.efficiency < self.min_efficiency:
             return replace(climbed, chosen=below)
-        return replace(climbed, chosen=rung) if rung == self.layouts[-1] else climbed
+        is_top = rung == self.layouts[-1]
+        return replace(climbed, chosen=climbed.fastest_beside(rung)) if is_top else climbed
+
+    def fastest_beside(self, rung: str) -> str:
+        """Of the measured rungs with as many ranks as this one, the fastest."""
+        ranks = Racer.parse(rung).layout.ranks
+        beside = [one for one in self.speeds if Racer.parse(one).layout.ranks == ranks]
+        return max(beside, key=lambda one: self.speeds[one])
 
     def in_words(self, rung: str) -> str:
         """What was measured on a rung, and what comes next."""
