@@ -399,16 +399,16 @@ def verdict(
         return f"no speedup can be stated. {worst_doubt(measured)}"
     most = max(row.ranks for row in stated)
     largest = [row for row in (base, *stated) if row.ranks == most]
-    top, *others = sorted(largest, key=lambda row: -(row.speedup or 0.0))
+    top, *rest = sorted(largest, key=lambda row: -(row.speedup or 0.0))
     assert top.efficiency is not None and top.speedup is not None
     if top is base:
-        said = f"{top.layout} is {ratio(1 / (others[0].speedup or 1))} as fast as "
-        said += f"{others[0].layout} (measured)"
+        said = f"{top.layout} is {ratio(1 / (rest[0].speedup or 1))} as fast as "
+        said += f"{rest[0].layout} (measured)"
     else:
         said = f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout} "
         said += f"({percent(top.efficiency)} efficient, measured)"
-    if others:
-        said += fastest_words(top, others)
+    if rest:
+        said += fastest_words(top, rest)
     elif top.efficiency >= SCALES:
         said += ": it scales; try more ranks"
     return "; ".join([said, *limits(top)]) + _beyond(fit, measured)
