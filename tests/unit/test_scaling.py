@@ -447,6 +447,8 @@ def test_no_baseline_is_added_that_nobody_wants_or_that_would_not_fit(
     plan = plan_runs(layouts, steps="all", repeats=1, may_add=may_add)
     assert [str(layout) for layout in plan.layouts] == order
     assert (plan.added is not None) == ("1x1" in order)
+    asked = [layout for layout in order if layout != "1x1"]
+    assert [str(layout) for layout in plan.without_added().layouts] == asked
 
 
 def test_a_task_runs_until_the_probe_ends_it() -> None:

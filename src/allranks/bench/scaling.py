@@ -92,6 +92,11 @@ class RunPlan:
             )
         return tuple(overrides), record
 
+    def without_added(self) -> RunPlan:
+        """For jobs that one rank cannot train: it would have nothing to compress."""
+        layouts = tuple(layout for layout in self.layouts if layout != self.added)
+        return replace(self, layouts=layouts, added=None)
+
 
 def plan_runs(
     layouts: str, *, steps: str, repeats: int, weak: bool = False, may_add: bool = True
@@ -131,7 +136,9 @@ def measure(
 
     Everything that can be refused is refused before anything runs.
     """
-    overrides, record = plan.settings_for(prepare((), str(plan.layouts[0])).job)
+    job = prepare((), str(plan.layouts[-1])).job
+    plan = plan.without_added() if job.compress is not None else plan
+    overrides, record = plan.settings_for(job)
     planned = [(str(layout), prepare(overrides, str(layout))) for layout in plan.layouts]
     series = Series(planned, console, record)
 
