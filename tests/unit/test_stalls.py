@@ -274,6 +274,9 @@ def test_ranks_in_different_exchanges_are_told_apart() -> None:
         "ranks wait in different exchanges: rank 0 waits in all_reduce at train.py:8 in f; "
         "rank 1 waits in all_reduce at train.py:11 in f"
     )
+    # Stages wait for different neighbours, and have sent different numbers of messages.
+    (found,) = judged([replace(one, layout="1x2:pp=2") for one in apart], 130.0)
+    assert (found.cause, found.rank) == ("no-progress", None)
 
 
 def test_a_rank_that_never_joined() -> None:

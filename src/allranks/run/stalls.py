@@ -59,6 +59,11 @@ class RankState:
     stack: Stack | None = None
     kernel: str = ""  # the kernel's letter for its process, if it is on this machine
 
+    @property
+    def is_stage(self) -> bool:
+        """Whether it is part of a pipeline, whose ranks exchange with neighbours alone."""
+        return "pp=" in self.layout
+
 
 @dataclass(frozen=True, slots=True)
 class Blame:
@@ -182,7 +187,7 @@ def blame(states: Sequence[RankState]) -> Blame | None:
         return None
     return (
         _halted(waiting)
-        or _behind(waiting, lambda state: state.collectives, "collectives", sure=True)
+        or _behind(waiting, _collectives, "collectives", sure=True)
         or _apart(waiting, with_stacks=True)
         or _lifeless(waiting)
         or _apart(waiting, with_stacks=False)
@@ -209,6 +214,11 @@ def _behind(
     least, most = min(known.values()), max(known.values())
     ranks = tuple(rank for rank, number in known.items() if number == least)
     return Blame(ranks, f"has reached {least} {what}, others {most}", sure)
+
+
+def _collectives(state: RankState) -> int | None:
+    # A message to a neighbour counts, too: the stages of a pipeline have different counts.
+    return None if state.is_stage else state.collectives
 
 
 def _apart(states: Sequence[RankState], *, with_stacks: bool) -> Blame | None:
@@ -246,6 +256,8 @@ def _lifeless(states: Sequence[RankState]) -> Blame | None:
 
 def wait_apart(states: Sequence[RankState]) -> bool:
     """Whether all ranks are in exchanges, but not in the same one."""
+    if any(state.is_stage for state in states):
+        return False  # they wait for each other in turn
     places = [state.stack.place for state in states if state.stack and state.stack.waits]
     return len(places) == len(states) > 1 and len(set(places)) > 1
 
