@@ -476,7 +476,7 @@ def tables(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Itera
 
 def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Table:
     title = f"{MODES[mode]}, measured"
-    bases = {row["baseline"] for row in rows if row["speedup"]}
+    bases = {row["baseline"] for row in rows if row["speedup"] and row["layout"] != row["baseline"]}
     if any(row["ranks"] > 1 for row in rows if row["layout"] in bases):
         title += f"; speedup and efficiency relative to {listed(bases)}"
     columns = (
