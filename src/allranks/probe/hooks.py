@@ -24,7 +24,7 @@ from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter
 from allranks.timing.timeline import AFTER, AROUND, BACKWARD, MAX_MARKS, OPTIMIZER, OTHER, WAIT
 
-ALL_REDUCE, TENSOR_PARALLEL = "all-reduce", "tensor-parallel"
+ALL_REDUCE = "all-reduce"
 # torch's functions that wait for other ranks, and what the exchange is called.
 SYNCHRONOUS = {
     "all_reduce": ALL_REDUCE,
