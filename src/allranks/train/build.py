@@ -178,9 +178,8 @@ def build(
         metrics=notes.get("metrics", []),
     )
     warn_of_small_norms(me, training)
-    compiled = should_compile(job, pipeline)
-    log.write_past("start", **describe(me, training, precision, compiled, pipeline))
-    cost = CompileCost.of(job, me.layout, device) if compiled else None
+    cost = CompileCost.of(job, me.layout, device) if should_compile(job, pipeline) else None
+    log.write_past("start", **describe(me, training, precision, cost is not None, pipeline))
     make_first_passes(training, pipeline, cost)
     if compression is not None:
         compression.begin(model, progress.step, training.schedule)
