@@ -1,20 +1,76 @@
-"""Whole trainings on ranks of `run_ranks`, and what each rank saw."""
+"""Whole trainings on ranks of `run_ranks`: on which layouts, of what, and what each rank saw.
+
+Tests take a sample of LAYOUTS and CASES; `make soak` and benchmarks/axes.py all of them.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from tests.ranks import run_ranks
 
 from allranks.job.job import parse_job
 from allranks.layout import Layout
 from allranks.run.events import EventLog, read_events
 from allranks.run.folder import RunDir
-from allranks.train import build, loop, optim
+from allranks.train import build, loop, optim, parallelize
+
+# All of 1, 2 and 4 ranks, and a sample of 8.
+LAYOUTS = [str(layout) for ranks in (1, 2, 4) for layout in Layout(1, ranks).of_as_many_ranks()]
+LAYOUTS += ["1x8", "1x8:fsdp=2,tp=2", "1x8:tp=2,pp=4", "2x4:fsdp=2,tp=2,pp=2"]
+
+SETTINGS: dict[str, Any] = {
+    "task": "language",  # whose embeddings are tied
+    "options": {"context": 16, "tokens": "tokens.bin"},
+    "batch_size": 12,
+    "micro_batch_size": 2,  # so that gradients are accumulated
+    "steps": 12,
+    "optimizer": {"clip": 0.5},  # which most gradients exceed
+}
+
+# In float64, with a loss that weights its samples.
+WEIGHTED = """
+from dataclasses import dataclass
+from torch import nn
+from allranks.tasks.language import Language
+
+@dataclass
+class Weighted(Language):
+    def model(self):
+        return super().model().double()
+
+    def loss(self, outputs, targets):
+        losses = nn.functional.cross_entropy(outputs.mT, targets, reduction="none").mean(1)
+        return losses, (targets % 3).sum(1)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What every layout must see as one rank does."""
+
+    settings: dict[str, Any]
+    rel: float  # by how much losses, norms of gradients and evaluations may differ
+    like: Callable[[Layout], int] = lambda layout: 1  # data ranks of what it is compared with
+
+
+CASES = {
+    "fp32": Case({}, 1e-5),
+    "float64": Case({"task": "weighted:Weighted"}, 1e-10),
+    # With more data ranks, each weights its samples more, and fp16 overflows earlier.
+    "fp16": Case(
+        {"precision": "fp16", "optimizer": {"clip": None}}, 5e-3, lambda layout: layout.data_ranks
+    ),
+}
 
 
 @dataclass
@@ -60,7 +116,10 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
         norms=[norm.item() for norm in norms],
         metrics=[record["value"] for record in t.metrics],
         samples=sum(event["samples"] for event in steps),
-        parameters={name for name, _ in t.model.named_parameters()},
+        parameters={
+            name.replace("_checkpoint_wrapped_module.", "")
+            for name, _ in parallelize.plain(t.model).named_parameters()
+        },
         stages=t.notes.get("stages", []),
         state_bytes=sum(optim.local(value).nbytes for value in states if value.dim()),
         scale=t.scaler.get_scale() if t.scaler is not None else None,
@@ -70,3 +129,61 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
             if copies > 1
         ),
     )
+
+
+class Trainings:
+    """Trainings in folders under this one, each made once: call it with a layout."""
+
+    def __init__(self, folder: Path, files: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self.files = files or {"weighted.py": WEIGHTED}  # tasks
+        self._made: dict[str, list[Trained]] = {}
+
+    def __call__(
+        self, layout: str, how: Callable[..., Trained] = trained, **settings: Any
+    ) -> list[Trained]:
+        """What each rank saw."""
+        key = json.dumps([layout, how.__name__, settings])
+        if key not in self._made:
+            folder = self.folder / str(len(self._made))
+            folder.mkdir()
+            # 101 windows to train on: an epoch's last batch has 5. And 5 to validate on.
+            ids = np.random.default_rng(0).integers(0, 64, 106 * 17) ** 2 % 256
+            ids.astype("<u2").tofile(folder / "tokens.bin")
+            for name, text in self.files.items():
+                (folder / name).write_text(text)
+            args = (layout, folder, {**SETTINGS, **settings})
+            ranks = Layout.parse(layout).ranks
+            self._made[key] = run_ranks(how, ranks, folder, *args, timeout=280)
+        return self._made[key]
+
+    def compare(self, case: Case, layout: str, steps: int) -> float:
+        """The largest difference of a layout in this case, relative; fails where it is too much."""
+        like = f"1x{case.like(Layout.parse(layout))}"
+        found, expected = (self(one, **case.settings, steps=steps) for one in (layout, like))
+        return assert_same(found, expected, case.rel)
+
+
+def assert_same(found: Sequence[Trained], expected: Sequence[Trained], rel: float) -> float:
+    """Fail where ranks saw something else than the others; return the largest difference."""
+    one, differences = expected[0], [0.0]
+    assert one.losses[-1] < one.losses[0] and one.metrics
+    for number, rank in enumerate(found):
+        for what in ("losses", "norms", "metrics"):
+            seen, wanted = getattr(rank, what), getattr(one, what)
+            if what == "losses" and number > 0:
+                continue  # rank 0's events have them
+            assert len(seen) == len(wanted), f"{what} of rank {number}: {len(seen)}"
+            differences += map(_difference, seen, wanted)
+            assert max(differences) <= rel, f"{what} of rank {number} are off by {differences[-1]}"
+        assert rank.scale == one.scale
+    assert sum(rank.samples for rank in found) == sum(rank.samples for rank in expected)
+    held = (set[str]().union(*(rank.parameters for rank in ranks)) for ranks in (found, expected))
+    assert len(set(map(frozenset, held))) == 1  # the same names
+    return max(differences)
+
+
+def _difference(seen: float, wanted: float) -> float:
+    if math.isfinite(wanted) and math.isfinite(seen):
+        return abs(seen - wanted) / abs(wanted) if seen != wanted else 0.0
+    return 0.0 if math.isfinite(wanted) == math.isfinite(seen) else math.inf  # an overflow

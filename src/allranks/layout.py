@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import NoReturn
 
 from allranks.errors import AllranksError
@@ -72,6 +73,15 @@ class Layout:
         larger = [axis for axis in AXES if getattr(self, axis) != getattr(smaller, axis)]
         is_one = len(larger) == 1 and getattr(self, larger[0]) > getattr(smaller, larger[0])
         return larger[0] if is_one else None
+
+    def of_as_many_ranks(self) -> list[Layout]:
+        """Every way to divide the same nodes and GPUs, this one included."""
+        sizes = divisors(self.ranks)
+        return [
+            Layout(self.nodes, self.gpus, fsdp=fsdp, tp=tp, pp=pp)
+            for fsdp, tp, pp in product(sizes, repeat=3)
+            if self.ranks % (fsdp * tp * pp) == 0
+        ]
 
     @classmethod
     def parse(cls, text: str) -> Layout:

@@ -6,10 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tests.ranks import run_ranks
-from tests.training import Trained, trained
+from tests.training import Trained, Trainings, assert_same, trained
 
 from allranks.job.stages import STAGES_PER_RANK
 from allranks.layout import Layout
@@ -17,13 +15,7 @@ from allranks.tasks import gpt
 
 pytestmark = pytest.mark.ranks
 
-LANGUAGE = {
-    "task": "language",
-    "options": {"context": 16, "tokens": "tokens.bin"},
-    "batch_size": 12,
-    "steps": 12,
-    "optimizer": {"clip": 0.5},  # which most steps exceed
-}
+LANGUAGE: dict[str, Any] = {"micro_batch_size": None}  # as many as keep the stages busy
 
 # A chain with BatchNorm and blocks without weights, whose loss weights its samples.
 CHAIN = """
@@ -62,26 +54,19 @@ def trained_deeper(layout: str, folder: Path, settings: dict[str, Any]) -> Train
     return trained(layout, folder, settings)
 
 
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(tmp_path_factory.mktemp("pipeline"), {"chain.py": CHAIN})
+
+
 def compare(
-    layout: str, folder: Path, settings: dict[str, Any], *, rel: float = 1e-5, **more: Any
+    train: Trainings, layout: str, settings: dict[str, Any], *, rel: float = 1e-5, **more: Any
 ) -> list[Trained]:
     """Train on one rank, and with `more` on those of the layout; return what these saw."""
-    # 101 windows to train on: the last batch of an epoch has 5. And 5 to validate on.
-    ids = np.random.default_rng(0).integers(0, 64, 106 * 17) ** 2 % 256
-    ids.astype("<u2").tofile(folder / "tokens.bin")
-    (folder / "chain.py").write_text(CHAIN)
-    (one,) = run_ranks(trained_deeper, 1, folder, "1x1", folder, settings)
-    settings, ranks = {**settings, **more}, Layout.parse(layout).ranks
-    found = run_ranks(trained_deeper, ranks, folder, layout, folder, settings, timeout=240)
-    assert found[0].losses == pytest.approx(one.losses, rel=rel)
-    assert one.losses[-1] < one.losses[0]
-    for rank in found:
-        assert rank.norms == pytest.approx(one.norms, rel=rel)
-        assert rank.metrics == pytest.approx(one.metrics, rel=rel)
-        assert rank.metrics
-        assert rank.stages == found[0].stages
-    assert set.union(*(rank.parameters for rank in found)) == one.parameters
-    assert sum(rank.samples for rank in found) == one.samples
+    one = train("1x1", trained_deeper, **settings)
+    found = train(layout, trained_deeper, **settings, **more)
+    assert_same(found, one, rel)
+    assert all(rank.stages == found[0].stages for rank in found)
     return found
 
 
@@ -94,8 +79,8 @@ def compare(
         ("1x4:pp=2,tp=2", "gpipe"),
     ],
 )
-def test_stages_compute_what_one_rank_does(tmp_path: Path, layout: str, schedule: str) -> None:
-    found = compare(layout, tmp_path, LANGUAGE, pipeline={"schedule": schedule})
+def test_stages_compute_what_one_rank_does(train: Trainings, layout: str, schedule: str) -> None:
+    found = compare(train, layout, LANGUAGE, pipeline={"schedule": schedule})
     # Only the first stage has all of the embeddings, and the last shares one of them.
     with_tokens = [rank for rank in found if "embedding.tokens.weight" in rank.parameters]
     assert len(with_tokens) == 2 * len(found) // Layout.parse(layout).pp
@@ -111,31 +96,30 @@ def test_stages_compute_what_one_rank_does(tmp_path: Path, layout: str, schedule
         "1x8:pp=2,fsdp=2,tp=2",
     ],
 )
-def test_every_layout_and_schedule(tmp_path: Path, layout: str, schedule: str) -> None:
-    compare(layout, tmp_path, LANGUAGE, pipeline={"schedule": schedule})
+def test_every_layout_and_schedule(train: Trainings, layout: str, schedule: str) -> None:
+    compare(train, layout, LANGUAGE, pipeline={"schedule": schedule})
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_recomputed_activations(tmp_path: Path, schedule: str) -> None:
+def test_recomputed_activations(train: Trainings, schedule: str) -> None:
     more: dict[str, Any] = {"activation_checkpointing": "full", "pipeline": {"schedule": schedule}}
-    compare("1x4:pp=2,fsdp=2", tmp_path, LANGUAGE, **more)
+    compare(train, "1x4:pp=2,fsdp=2", LANGUAGE, **more)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_any_number_of_micro_batches(tmp_path: Path, number: int) -> None:
-    compare("1x4:pp=4", tmp_path, LANGUAGE, pipeline={"micro_batches": number})
+def test_any_number_of_micro_batches(train: Trainings, number: int) -> None:
+    compare(train, "1x4:pp=4", LANGUAGE, pipeline={"micro_batches": number})
 
 
 @pytest.mark.parametrize(("layout", "norm"), [("1x2:pp=2", True), ("1x4:pp=2", False)])
 def test_a_sequence_of_layers_with_weighted_samples(
-    tmp_path: Path, layout: str, norm: bool
+    train: Trainings, layout: str, norm: bool
 ) -> None:
     chain = {
         **{"task": "chain:Chain", "options": {"norm": norm}, "optimizer": {"lr": 0.01}},
-        # BatchNorm sees one micro-batch: they are the same on both layouts.
-        **{"batch_size": 12, "micro_batch_size": 4, "steps": 12},
+        "micro_batch_size": 4,  # BatchNorm sees one: they are the same on both layouts
     }
-    found = compare(layout, tmp_path, chain, rel=1e-4 if norm else 1e-5)
+    found = compare(train, layout, chain, rel=1e-4 if norm else 1e-5)
     assert len(found[0].stages) == 2

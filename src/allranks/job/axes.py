@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from allranks.errors import AllranksError
-from allranks.layout import Layout, divisors
+from allranks.layout import Layout
 
 MOST_SHOWN = 8  # choices of one axis
 
@@ -68,14 +68,5 @@ def nearest(layout: Layout, facts: ModelFacts) -> list[str]:
         parts = (layout.ranks / layout.dp) / (other.ranks / other.dp)
         return changed, abs(math.log(parts)), other.pp
 
-    possible = [one for one in _same_ranks(layout) if facts.can_have_tp(one.tp)]
+    possible = [one for one in layout.of_as_many_ranks() if facts.can_have_tp(one.tp)]
     return [str(min(possible, key=distance))] if possible else []
-
-
-def _same_ranks(layout: Layout) -> Iterator[Layout]:
-    sizes = divisors(layout.ranks)
-    for fsdp in sizes:
-        for tp in sizes:
-            for pp in sizes:
-                if layout.ranks % (fsdp * tp * pp) == 0:
-                    yield Layout(layout.nodes, layout.gpus, fsdp=fsdp, tp=tp, pp=pp)
