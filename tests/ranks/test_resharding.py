@@ -4,143 +4,51 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.faults import newest_weights, same_bits
+from tests.moving import CHAIN, LANGUAGE, STEPS, Moving
 from tests.ranks import run_ranks
+from tests.training import LAYOUTS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from allranks.job.job import parse_job
-from allranks.layout import Layout
 from allranks.run.commits import commits
-from allranks.run.events import EventLog, read_events
-from allranks.run.folder import RunDir
-from allranks.train import build, loop, storage
+from allranks.run.events import EventLog
 from allranks.train.checkpoint import Checkpointer, Tensors, load, training_tensors
 from allranks.train.data import Progress
 from allranks.train.optim import allocate_state, local
-from allranks.train.parallelize import plain
 
 pytestmark = pytest.mark.ranks
 
-CPU = torch.device("cpu")
-STEPS = 3  # on each layout
-LAYOUTS = (
-    *("1x1", "1x2", "1x2:fsdp=2", "1x2:tp=2", "1x2:pp=2"),
-    *("1x4", "1x4:fsdp=4", "1x4:fsdp=2", "1x4:tp=4", "1x4:tp=2", "1x4:fsdp=2,tp=2"),
-    *("1x4:pp=4", "1x4:pp=2", "1x4:fsdp=2,pp=2", "1x4:tp=2,pp=2"),
-)
-# An epoch of 57 samples: batches are uneven, and evaluation comes between steps.
-NUM_TOKENS = 60 * 17
-LANGUAGE = {
-    "task": "language",
-    "options": {"context": 16, "tokens": "tokens.bin"},
-    "batch_size": 8,
-    "optimizer": {"schedule": "constant", "warmup": 0},
-}
 # Sizes that the ranks do not divide: some hold nothing of a tensor.
 DIGITS = {**LANGUAGE, "task": "digits", "options": {"norm": "batch"}}
 
 
-@dataclass
-class Trained:
-    """What one rank saw of an attempt."""
-
-    losses: list[float]  # rank 0's events
-    bytes_read: int
-    bytes_held: int
-
-
-def train(layout: str, folder: Path, settings: dict[str, Any], attempt: int, steps: int) -> Trained:
-    """Build from the newest checkpoint, save that at once to `moved-N`, and train to a step."""
-    os.chdir(folder)
-    job = parse_job({"log_every": 1, "precision": "fp32", **settings, "steps": steps})
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    run = RunDir(folder / "run")
-    saved = commits(run.checkpoints)
-    name = saved[0].path.name if saved else ""
-    me = build.Rank(*(rank, world_size, rank, world_size), run, attempt, Layout.parse(layout), name)
-    log = EventLog(run.events(attempt, rank))
-    counts = []
-
-    def preadv(*args: Any) -> int:
-        counts.append(os.preadv(*args))
-        return counts[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "os", SimpleNamespace(preadv=preadv))
-        t = build.build(me, job, CPU, log)
-    group = dist.group.WORLD
-    assert group is not None
-    again = Checkpointer(
-        folder / f"moved-{attempt}" / "checkpoints",
-        plain(t.model),
-        t.optimizer,
-        keep=1,
-        group=group,
-        log=log,
-    )
-    again.save(t.progress, {})
-    again.finish()
-    tensors = training_tensors(plain(t.model), t.optimizer).values()
-    held = sum(local(tensor).nbytes for tensor in tensors)
-    loop.train(t)
-    log.close()
-    events = [event for event in read_events(log.path) if event["event"] == "step"]
-    losses = [event["loss"] for event in events if "loss" in event]
-    return Trained(losses, sum(counts), held)
-
-
-def trained(
-    layouts: tuple[str, ...], folder: Path, settings: dict[str, Any], steps: int = STEPS
-) -> list[float]:
-    """The losses of a run that moves from layout to layout. What is moved stays as it is."""
-    folder.mkdir()
-    tokens = torch.randint(256, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
-    (folder / "tokens.bin").write_bytes(tokens.short().numpy().tobytes())
-    losses: list[float] = []
-    weights: dict[str, torch.Tensor] = {}
-    for attempt, layout in enumerate(layouts):
-        size, until = Layout.parse(layout).ranks, (attempt + 1) * steps
-        ranks = run_ranks(train, size, folder, layout, folder, settings, attempt, until)
-        if attempt > 0:
-            _, moved = newest_weights(folder / f"moved-{attempt}")
-            assert same_bits(moved, weights)
-            assert [rank.bytes_read for rank in ranks] == [rank.bytes_held for rank in ranks]
-        step, weights = newest_weights(folder / "run")
-        assert step == until
-        # Each byte is written once, and all ranks write equally much; but only stages their own.
-        (checkpoint, *_) = commits(folder / "run" / "checkpoints")
-        files = checkpoint.manifest()["files"]
-        written = [files[name]["bytes"] for name in files if name.endswith(".distcp")]
-        assert sum(written) == sum(tensor.nbytes for tensor in weights.values())
-        largest = max(tensor.nbytes for tensor in weights.values())
-        assert len(written) == size
-        assert max(written) - min(written) <= largest or Layout.parse(layout).pp > 1
-        losses += ranks[0].losses
-    assert len(losses) == len(layouts) * steps
-    return losses
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Moving]:
+    """`saved(layout)`: a run after its first steps, which are made once."""
+    folder = tmp_path_factory.mktemp("saved")
+    return cache(lambda layout: Moving(folder / layout.replace(":", "-")).go_on(layout))
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of one rank that is never stopped, for the longest of the moves."""
-    return trained(("1x1",), tmp_path_factory.mktemp("one") / "1x1", LANGUAGE, 4 * STEPS)
+    one = Moving(tmp_path_factory.mktemp("one") / "1x1")
+    return one.go_on("1x1", len(CHAIN) * STEPS).losses
 
 
 @pytest.mark.parametrize(
     "layouts",
     [
-        ("1x4", "1x4:fsdp=2,tp=2", "1x4:pp=4", "1x1"),
+        CHAIN,
         *(
             pytest.param(pair, marks=pytest.mark.soak)
             for pair in itertools.product(LAYOUTS, repeat=2)
@@ -149,16 +57,22 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ids=" -> ".join,
 )
 def test_a_run_goes_on_on_any_layout(
-    tmp_path: Path, uninterrupted: list[float], layouts: tuple[str, ...]
+    tmp_path: Path,
+    saved: Callable[[str], Moving],
+    uninterrupted: list[float],
+    layouts: tuple[str, ...],
 ) -> None:
-    losses = trained(layouts, tmp_path / "moving", LANGUAGE)
-    assert losses == pytest.approx(uninterrupted[: len(losses)], rel=1e-5)
+    run = saved(layouts[0]).copy(tmp_path / "moving")
+    for layout in layouts[1:]:
+        run.go_on(layout)
+    assert run.losses == pytest.approx(uninterrupted[: len(run.losses)], rel=1e-5)
 
 
 def test_ranks_that_hold_nothing_of_a_tensor_move_too(tmp_path: Path) -> None:
-    losses = trained(("1x3:fsdp=3", "1x2:fsdp=2"), tmp_path / "moving", DIGITS)
-    assert losses == pytest.approx(trained(("1x1",), tmp_path / "one", DIGITS, 2 * STEPS), rel=1e-4)
-    assert all(math.isfinite(loss) for loss in losses)
+    moving = Moving(tmp_path / "moving", DIGITS).go_on("1x3:fsdp=3").go_on("1x2:fsdp=2")
+    one = Moving(tmp_path / "one", DIGITS).go_on("1x1", 2 * STEPS)
+    assert moving.losses == pytest.approx(one.losses, rel=1e-4)
+    assert all(math.isfinite(loss) for loss in moving.losses)
 
 
 def tiny_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
