@@ -21,16 +21,25 @@ SLOW_TASK = """
 import time
 from dataclasses import dataclass
 import torch
+from allranks.tasks.language import Language
 from allranks.tasks.spiral import Spiral
 
 @dataclass
-class Slow(Spiral):
+class Slowly:
     seconds: float = 0.05
 
     def loss(self, outputs, targets):
         if torch.is_grad_enabled():  # evaluation is quick
             time.sleep(self.seconds)
         return super().loss(outputs, targets)
+
+@dataclass
+class Slow(Slowly, Spiral):
+    pass
+
+@dataclass
+class SlowLanguage(Slowly, Language):
+    pass
 """
 
 STEP = "^[^ ]*python[^ ]* -m allranks.launch.backends.slurm.step"  # srun has these words, too

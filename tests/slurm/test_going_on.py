@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.faults import newest_weights, same_bits
+from tests.faults import losses, newest_weights, same_bits
 from tests.forked import run_forked
 from tests.slurm.live import Cluster
 from tests.slurm.runs import LOST, Sent, check_words, kill, send, steps_of_attempts
 
+from allranks.layout import Layout
 from allranks.run.events import read_events
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
@@ -48,7 +49,7 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
     minute = ["slurm.time=1", "options.seconds=0.1"]
     limited = send(cluster, tmp_path, *common, "name=limited", *minute)
     limited.wait_for_step(1)  # of its minute, little is left where four runs start at once
-    requeued = send(cluster, tmp_path, *common, "name=requeued")
+    requeued = send(cluster, tmp_path, *common, "name=requeued", "--layout", "2x1:fsdp=2")
     killed = send(cluster, tmp_path, *common, "name=killed")
     lost = send(cluster, tmp_path, *common, "name=lost", "slurm.exclusive=true")
     for sent in (requeued, killed, lost):
@@ -58,10 +59,12 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
     (node,) = lost.listed()["nodes"]
     cluster.kill_slurmd(node)
     cluster.wait(lambda: "was lost" in str(killed.listed()["reason"]), 60, "the kill in the list")
-    reference = uninterrupted(tmp_path, *common)  # while SLURM makes them wait
+    # While SLURM makes them wait.
+    reference = uninterrupted(tmp_path, *common)
+    sharded = uninterrupted(tmp_path, *common, "--layout", "1x2:fsdp=2")
     for sent in (requeued, limited, killed, lost):
         sent.wait_for_end(300)
-        check(sent, reference, steps)
+        check(sent, sharded if sent is requeued else reference, steps)
     assert len(limited.run.attempts()) >= 2
     assert "DUE TO TIME LIMIT" not in limited.log()
     assert len(requeued.run.attempts()) >= 2
@@ -69,6 +72,27 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
     assert len(killed.run.attempts()) == 2 and killed.listed()["jobs"] == killed.jobs
     # Nothing was done twice where there was time to save.
     assert [*itertools.chain(*steps_of_attempts(limited))] == list(range(1, steps + 1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("axis", ["tp=2", "pp=2"])
+def test_a_divided_model_outlives_time_limits(axis: str, cluster: Cluster, tmp_path: Path) -> None:
+    steps, small = 150, ["options.context=16", "batch_size=16", "micro_batch_size=4"]
+    common = ["task=slow:SlowLanguage", "log_every=1", "checkpoint.every=50", *small]
+    common += [f"steps={steps}"]
+    minute = ["slurm.time=1", "options.seconds=0.1"]
+    sent = send(cluster, tmp_path, *common, *minute, "--layout", layout)
+    shape, _, axis = layout.partition(":")
+    here = f"1x{Layout.parse(shape).ranks}:{axis}"
+    reference = uninterrupted(tmp_path, *common, "--layout", here)
+    sent.wait_for_end(400)
+    check(sent, reference, steps)
+    assert len(sent.run.attempts()) >= 2
+    assert [*itertools.chain(*steps_of_attempts(sent))] == list(range(1, steps + 1))
+    expected = losses(reference)
+    assert sent.losses() == expected
+    one = losses(uninterrupted(tmp_path, *common))
+    assert all(abs(expected[step] / one[step] - 1) < 1e-5 for step in one)
 
 
 @pytest.mark.soak
