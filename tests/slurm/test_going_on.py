@@ -75,8 +75,10 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("axis", ["tp=2", "pp=2"])
-def test_a_divided_model_outlives_time_limits(axis: str, cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["2x2:tp=2", "2x2:pp=2", "2x1:fsdp=2"])
+def test_a_divided_model_outlives_time_limits(
+    layout: str, cluster: Cluster, tmp_path: Path
+) -> None:
     steps, small = 150, ["options.context=16", "batch_size=16", "micro_batch_size=4"]
     common = ["task=slow:SlowLanguage", "log_every=1", "checkpoint.every=50", *small]
     common += [f"steps={steps}"]
