@@ -35,8 +35,9 @@ def run_ranks(
     tmp_path: Path,
     *args: Any,
     timeout: float = 60,
+    backend: str = "gloo",
 ) -> list[Result]:
-    """What `function(*args)` returns on each of `world_size` ranks.
+    """What `function(*args)` returns on each of `world_size` ranks. With "nccl", they share a GPU.
 
     Raises an AssertionError that says which ranks raised (with their tracebacks, the first to
     raise first), which died (of what), and which were silent for `timeout` seconds after all had
@@ -52,7 +53,9 @@ def run_ranks(
             receiver, sender = context.Pipe(duplex=False)
             work = pickle.dumps((function, args))
             process = context.Process(
-                target=_run, args=(sender, work, rank, world_size, folder, timeout), daemon=True
+                target=_run,
+                args=(sender, work, rank, world_size, folder, timeout, backend),
+                daemon=True,
             )
             process.start()
             sender.close()
@@ -151,7 +154,13 @@ def _where(rank: _Rank, folder: Path) -> str:
 
 
 def _run(
-    pipe: Connection, work: bytes, rank: int, world_size: int, folder: Path, timeout: float
+    pipe: Connection,
+    work: bytes,
+    rank: int,
+    world_size: int,
+    folder: Path,
+    timeout: float,
+    backend: str,
 ) -> None:
     """In the rank's process."""
     import torch
@@ -161,12 +170,15 @@ def _run(
     with (folder / f"stack-{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"  # it refuses two ranks on one GPU of one host
         torch.set_num_threads(1)
-        warnings.simplefilter("error")
+        if backend == "gloo":
+            warnings.simplefilter("error")
         try:
             function, args = pickle.loads(work)
             dist.init_process_group(
-                "gloo",
+                backend,
+                device_id=torch.device("cuda", 0) if backend == "nccl" else None,
                 init_method=f"file://{folder / 'store'}",
                 rank=rank,
                 world_size=world_size,

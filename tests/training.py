@@ -106,7 +106,7 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
         return norms[-1]
 
     vars(loop)["clip_gradients"] = clip
-    t = build.build(me, job, torch.device("cpu"), log)
+    t = build.build(me, job, device_of_ranks(), log)
     if t.scaler is not None:
         # Which overflows: the first steps are skipped.
         t.scaler.load_state_dict({**t.scaler.state_dict(), "scale": 2.0**30})
@@ -135,11 +135,18 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
     )
 
 
+def device_of_ranks() -> torch.device:
+    """What the ranks of run_ranks compute on."""
+    return torch.device("cuda", 0) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 class Trainings:
     """Trainings in folders under this one, each made once: call it with a layout."""
 
-    def __init__(self, folder: Path, files: Mapping[str, str] | None = None) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, files: Mapping[str, str] | None = None, backend: str = "gloo"
+    ) -> None:
+        self.folder, self.backend = folder, backend
         self.files = files or {"weighted.py": WEIGHTED}  # tasks
         self._made: dict[str, list[Trained]] = {}
 
@@ -158,7 +165,9 @@ class Trainings:
                 (folder / name).write_text(text)
             args = (layout, folder, {**SETTINGS, **settings})
             ranks = Layout.parse(layout).ranks
-            self._made[key] = run_ranks(how, ranks, folder, *args, timeout=280)
+            self._made[key] = run_ranks(
+                how, ranks, folder, *args, timeout=280, backend=self.backend
+            )
         return self._made[key]
 
     def compare(self, case: Case, layout: str, steps: int) -> float:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
@@ -132,6 +133,7 @@ def try_rank(job: Job, task: Task, samples: Dataset[Any], rank: int, in_schedule
         return Tried(held, round(saved.most * at_once), exchanges.sent, counts)
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it remembers this rank's groups
 
 
 def as_rank(layout: Layout, rank: int) -> build.Rank:
@@ -248,7 +250,7 @@ class Division:
     ) -> list[int]:
         """Blocks of each stage, by their floating-point operations in place of their time."""
         blocks, num_stages = build.blocks_and_stages(job, mesh.layout, task, model)
-        costs, outputs = [], []
+        costs = []
         values = self.micro.inputs
         with torch.no_grad(), self.autocast:
             for block in blocks:
@@ -257,12 +259,25 @@ class Division:
                 # Embeddings have no operations, and take time all the same.
                 num_bytes = sum(x.nbytes for x in pytree.tree_leaves(values))
                 costs.append(counter.get_total_flops() + num_bytes)
-                outputs.append(values if isinstance(values, tuple) else (values,))
             self.has_weights = isinstance(task.loss(values, self.micro.targets), tuple)
         sizes = divide(costs, num_stages)
         ends = itertools.accumulate(sizes[:-1])
+        outputs = self._outputs(mesh)
         self.passed = {at: Passed.of(outputs[end - 1]) for at, end in enumerate(ends, start=1)}
         return sizes
+
+    def _outputs(self, mesh: Mesh) -> list[tuple[Tensor, ...]]:
+        """What each block returns on a rank: with tp, it may be a part."""
+        model = type(self.task).model(self.task)
+        if mesh.layout.tp > 1:
+            plan = build.plan_of(self.task, model, mesh)
+            parallelize.tensor_parallel(model, mesh, plan)
+        outputs, values = [], self.micro.inputs
+        with torch.no_grad(), self.autocast:
+            for block in build.blocks_of(self.task, model):
+                values = block(values)
+                outputs.append(values if isinstance(values, tuple) else (values,))
+        return outputs
 
     def _divide_gradients(
         self, tensors: list[Tensor], *args: Any

@@ -1,0 +1,97 @@
+"""Layouts with axes over NCCL, by hand on one GPU, which the ranks share: `pytest -m gpu -s`.
+
+It prints what was measured. Times would mean nothing, and are not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults import losses, start
+from tests.held import assert_held, measured
+from tests.ranks import run_ranks
+from tests.training import Trainings, difference
+
+from allranks.job.job import parse_job
+from allranks.launch import models
+from allranks.layout import Layout
+
+pytestmark = pytest.mark.gpu
+
+BACKEND = "nccl"
+LAYOUTS = (
+    *("1x2", "1x2:fsdp=2", "1x2:tp=2", "1x2:pp=2", "1x4", "1x4:fsdp=4", "1x4:tp=4", "1x4:pp=4"),
+    *("1x4:fsdp=2", "1x4:fsdp=2,tp=2", "1x4:tp=2,pp=2", "1x4:fsdp=2,pp=2"),
+)
+FP32 = {"precision": "fp32", "steps": 12}
+BF16 = {"precision": "bf16", "steps": 12}
+# Large enough that what is needed only for a moment is little.
+LARGE: dict[str, Any] = {
+    **{"task": "language", "options": {"size": "16m"}, "precision": "bf16"},
+    **{"steps": 4, "data": {"num_workers": 0}},
+}
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(tmp_path_factory.mktemp("cpu"))
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(tmp_path_factory.mktemp("gpu"), backend=BACKEND)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_axes_have_the_losses_of_a_cpu(on_cpu: Trainings, on_gpu: Trainings, layout: str) -> None:
+    expected = on_cpu("1x1", **FP32)[0]
+    for settings, limit in ((FP32, 1e-3), (BF16, 3e-2)):
+        found = on_gpu(layout, **settings)
+        apart = {
+            what: max(difference(getattr(rank, what), getattr(expected, what)) for rank in ranks)
+            for what, ranks in (("losses", found[:1]), ("norms", found), ("metrics", found))
+        }
+        said = ", ".join(f"{what} {value:.0e}" for what, value in apart.items())
+        print(f"\n{layout} {settings['precision']}: apart from a CPU in fp32: {said}")
+        assert max(apart["losses"], apart["metrics"]) < limit
+
+
+def test_a_run_with_axes_over_nccl(tmp_path: Path) -> None:
+    job = ["task=language", "batch_size=16", "steps=20", "log_every=1", "precision=fp32"]
+    found = []
+    for name, more, env in (
+        ("cpu", ["--layout", "1x1"], {"CUDA_VISIBLE_DEVICES": ""}),
+        ("gpu", ["--layout", "1x4:tp=2,pp=2", "--oversubscribe"], {}),
+    ):
+        (tmp_path / name).mkdir()
+        code, result = start(tmp_path / name, *job, *more, env=env).wait(280)
+        assert code == 0, (tmp_path / name / "stderr.txt").read_text()[-3000:]
+        found.append([*losses(Path(result["run_dir"])).values()])
+    apart = difference(found[1], found[0])
+    print(f"\nallranks run --layout 1x4:tp=2,pp=2 --oversubscribe: losses apart {apart:.0e}")
+    assert apart < 1e-3
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["1x1", "1x2", "1x2:fsdp=2", "1x2:tp=2", "1x2:pp=2", "1x4:fsdp=2,tp=2", "1x4:tp=2,pp=2"],
+)
+def test_ranks_hold_what_explain_predicts(tmp_path: Path, layout: str) -> None:
+    ranks = Layout.parse(layout).ranks
+    settings = {**LARGE, "batch_size": 32 * Layout.parse(layout).data_ranks}
+    told = models.explain(parse_job({**settings, "layout": layout}))
+    found = run_ranks(
+        measured, ranks, tmp_path, layout, tmp_path, settings, timeout=200, backend=BACKEND
+    )
+    for rank, real in enumerate(found):
+        (kind,) = [kind for kind in told["ranks"] if rank in kind["ranks"]]
+        predicted = sum(kind["bytes"].values())
+        apart = predicted / real["peak"] - 1 if real["peak"] else 0.0
+        print(
+            f"\n{layout} rank {rank}: told {kind['bytes']}, held {real['bytes']}; together "
+            f"{predicted:,}, peak {real['peak']:,}: {apart:+.1%}"
+        )
+        assert_held(kind["bytes"], real["bytes"])
+        assert abs(apart) <= 0.1
