@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import NoReturn
 
 from allranks.errors import AllranksError
@@ -74,14 +73,16 @@ class Layout:
         is_one = len(larger) == 1 and getattr(self, larger[0]) > getattr(smaller, larger[0])
         return larger[0] if is_one else None
 
-    def of_as_many_ranks(self) -> list[Layout]:
-        """Every way to divide the same nodes and GPUs, this one included."""
-        sizes = divisors(self.ranks)
-        return [
-            Layout(self.nodes, self.gpus, fsdp=fsdp, tp=tp, pp=pp)
-            for fsdp, tp, pp in product(sizes, repeat=3)
-            if self.ranks % (fsdp * tp * pp) == 0
-        ]
+    def of_as_many_ranks(self, axes: Sequence[str] = AXES[1:]) -> list[Layout]:
+        """Every way to divide the same nodes and GPUs along these axes."""
+        found: list[dict[str, int]] = [{}]
+        for axis in axes:
+            found = [
+                {**sizes, axis: size}
+                for sizes in found
+                for size in divisors(self.ranks // math.prod(sizes.values()))
+            ]
+        return [Layout(self.nodes, self.gpus, **sizes) for sizes in found]
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -118,18 +119,12 @@ class Layout:
         """The axes do not divide the ranks, or take another number of them."""
         whole, ranks, replica = Layout(self.nodes, self.gpus), self.ranks, self._ranks_per_replica
         product = f"fsdp={self.fsdp} x tp={self.tp} x pp={self.pp}"
-        used = [axis for axis in AXES[1:] if getattr(self, axis) > 1]
+        sizes = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) > (axis != "dp")}
         if self.dp:  # all axes were given
             what = f"dp={self.dp} x {product} needs {self.dp * replica} ranks, not {ranks}"
         else:
             what = f"{product} takes {replica} ranks per replica, which does not divide {ranks}"
-        near = [self._axes_text()] if ranks % replica == 0 else []
-        if len(used) == 1:
-            possible = divisors(ranks)
-            sizes = [size for size in possible if 1 < size < replica][-1:]
-            sizes += [size for size in possible if size > replica][:1]
-            near += [f":{used[0]}={size}" for size in sizes if not near]
-        raise whole._refused(f"layout {whole}{self._axes_text()}: {what}", *near)
+        raise whole._refused(f"layout {whole}{self._axes_text()}: {what}", sizes)
 
     def _divided(self, text: str, axes: str) -> Layout:
         """This layout with the axes that follow the colon in `text`."""
@@ -137,26 +132,36 @@ class Layout:
         for part in axes.split(",") if axes.strip() else []:
             axis, _, digits = (piece.strip() for piece in part.partition("="))
             if axis not in AXES:
-                close = difflib.get_close_matches(axis, AXES, n=1)
+                close = difflib.get_close_matches(axis.lower(), AXES, n=1)
                 known = f"{AXES[0]}, {', '.join(AXES[1:-1])} and {AXES[-1]}"
                 what = f'layout "{text}" has no axis "{axis}"; the axes are {known}'
-                raise self._refused(what, *(f":{name}={digits}" for name in close))
+                raise self._refused(what, {**sizes, **dict.fromkeys(close, _first_number(digits))})
             if axis in sizes:
-                raise self._refused(f'layout "{text}" gives {axis} twice', f":{axis}={digits}")
+                raise self._refused(f'layout "{text}" gives {axis} twice', sizes)
             if not re.fullmatch(r"[0-9]+", digits) or not digits.strip("0"):
                 what = f'layout "{text}": {axis} must be a positive integer, not "{digits}"'
-                raise self._refused(what)
+                raise self._refused(what, {**sizes, axis: _first_number(digits)})
             sizes[axis] = _bounded_int(digits)
         if not sizes:
-            raise self._refused(f'layout "{text}" names no axis after ":"')
+            raise self._refused(f'layout "{text}" names no axis after ":"', {"fsdp": 1})
         return Layout(self.nodes, self.gpus, **sizes)
 
-    def _refused(self, what: str, *axes: str) -> AllranksError:
-        """The error for axes that do not work; its fix suggests those of `axes` that do."""
-        possible = [f"{self}{one}" for one in axes if one and _is_layout(f"{self}{one}")]
+    def _refused(self, what: str, sizes: Mapping[str, int]) -> AllranksError:
+        """The error for axes that do not work; its fix suggests the nearest ones that do."""
+        axes = [axis for axis in sizes if axis != "dp"] or ["fsdp"] * len(sizes)
+
+        def distance(other: Layout) -> float:
+            apart = {a: abs(math.log(getattr(other, a) / size)) for a, size in sizes.items()}
+            return sum(apart.values()) - apart.get("dp", 0.0) / 2  # replicas matter least
+
+        possible = [one for one in self.of_as_many_ranks(axes) if one.dp < self.ranks]
+        nearest = sorted(possible, key=distance)[:2]
+        if nearest and distance(nearest[0]) == 0:
+            nearest = nearest[:1]
         fix = f"write {self}, with a copy of the model on every rank"
-        if possible:
-            fix += f"; to divide the model, {' or '.join(possible)}"
+        if nearest:
+            near = sorted(nearest, key=lambda one: (one.pp, one.tp, one.fsdp))
+            fix += f"; to divide the model, {' or '.join(map(str, near))}"
         return AllranksError(what, fix=fix)
 
 
@@ -219,6 +224,12 @@ def _is_layout(text: str) -> bool:
 def divisors(number: int) -> list[int]:
     small = [low for low in range(1, math.isqrt(number) + 1) if number % low == 0]
     return sorted({*small, *(number // low for low in small)})
+
+
+def _first_number(text: str) -> int:
+    """What may have been meant by what is no positive integer."""
+    match = re.search(r"[1-9][0-9]*", text)
+    return _bounded_int(match[0]) if match else 1
 
 
 def _bounded_int(digits: str) -> int:

@@ -8,6 +8,7 @@ import random
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.faults import losses, newest_weights, same_bits
 from tests.forked import run_forked
@@ -79,10 +80,13 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
 def test_a_divided_model_outlives_time_limits(
     layout: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    steps, small = 150, ["options.context=16", "batch_size=16", "micro_batch_size=4"]
-    common = ["task=slow:SlowLanguage", "log_every=1", "checkpoint.every=50", *small]
-    common += [f"steps={steps}"]
-    minute = ["slurm.time=1", "options.seconds=0.1"]
+    steps = 300
+    ids = np.random.default_rng(0).integers(0, 16, 400 * 17) ** 2
+    ids.astype("<u2").tofile(tmp_path / "tokens.bin")
+    common = ["task=slow:SlowLanguage", "options.context=16", "options.tokens=tokens.bin"]
+    common += ["batch_size=16", "micro_batch_size=4", f"steps={steps}", "log_every=1"]
+    # Twice 0.1 s in each step, and a minute of each two is left for a checkpoint.
+    minute = ["slurm.time=2", "options.seconds=0.1"]
     sent = send(cluster, tmp_path, *common, *minute, "--layout", layout)
     shape, _, axis = layout.partition(":")
     here = f"1x{Layout.parse(shape).ranks}:{axis}"

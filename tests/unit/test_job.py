@@ -321,7 +321,7 @@ def test_the_command_line_conflicts_with_the_file() -> None:
     error = refusal("task: spiral", command=["python", "x.py"])
     assert "the command after --" in error.what
     assert "job.yaml:1" in error.what
-    assert "--layout 3" in refusal("", layout="3").what
+    assert '--layout: layout "3"' in refusal("", layout="3").what
     assert "no command after --" in refusal("", command=[]).what
 
 

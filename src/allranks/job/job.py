@@ -443,7 +443,7 @@ def load_job(
         place = Origin("the command after --")
         layers.append(Layer({"command": list(command)}, {("command",): place}))
     if layout is not None:
-        layers.append(Layer({"layout": layout}, {("layout",): Origin(f"--layout {layout}")}))
+        layers.append(Layer({"layout": layout}, {("layout",): Origin("--layout")}))
     return _resolve(layers, resolved)
 
 

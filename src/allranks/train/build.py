@@ -322,7 +322,7 @@ def blocks_and_stages(
         raise AllranksError(
             f"layout {layout}: a pipeline's micro-batches are filled up with samples that do "
             f"not count, but {type(task).__name__} compares samples (couples_samples)",
-            fix=f"write fsdp={layout.pp} in place of pp={layout.pp}",
+            fix=f"write --layout {replace(layout, fsdp=layout.fsdp * layout.pp, pp=1)}",
         )
     blocks = blocks_of(task, model)
     return blocks, check_stages(layout, job.pipeline.schedule, len(blocks))

@@ -66,8 +66,8 @@ def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
     if not blocks:
         raise AllranksError(
             f"the layout has pp, but {name} does not say of which blocks its model is a chain",
-            fix=f"write a method blocks(model) in {name} that returns them as a list, "
-            "or choose a layout without pp",
+            fix=f"write fsdp in place of pp, which divides any model, or a method blocks(model) in "
+            f"{name} that returns them as a list",
         )
     inside = {id(p) for block in blocks for p in block.parameters()}
     outside = [key for key, p in model.named_parameters() if id(p) not in inside]
