@@ -45,6 +45,15 @@ divide_gradients = dist._compute_bucket_assignment_by_size
 DDP_BUCKET_BYTES = 25 << 20  # what DDP sends at once, unless it is told otherwise
 
 
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """How a pipeline divides the model, which all ranks find alike."""
+
+    sizes: list[int]  # blocks of each
+    passed: dict[int, Passed]  # what each gets
+    has_weights: bool  # whether the task's loss weights its samples
+
+
 @dataclass(slots=True)
 class Tried:
     """What one rank of a pipeline stage holds and sent."""
@@ -53,6 +62,7 @@ class Tried:
     activations: int
     sent: Counter[Sent]
     batch: dict[str, Any]
+    stages: Stages | None
 
 
 def precision_of(job: Job) -> str:
@@ -62,8 +72,10 @@ def precision_of(job: Job) -> str:
     return {"auto": "fp32", "tf32": "fp32"}.get(job.precision, job.precision)
 
 
-def try_place(job: Job, task: Task, samples: Dataset[Any], pp: int) -> Tried:
-    """One step of the first rank at this place of the pipeline.
+def try_place(
+    job: Job, task: Task, samples: Dataset[Any], pp: int, stages: Stages | None = None
+) -> Tried:
+    """One step of the first rank at this place of the pipeline. `stages`: if they are known.
 
     All micro-batches of a pipeline are alike: what they add is known from two of them.
     """
@@ -76,11 +88,10 @@ def try_place(job: Job, task: Task, samples: Dataset[Any], pp: int) -> Tried:
     ).cut
     cut = replace(cut, parts=layout.data_ranks)
     number = cut.num_of_whole
-    first, *more = (
-        try_rank(with_micro_batches(job, cut.largest, n), task, samples, rank, number)
-        for n in range(1, min(2, number) + 1)
-    )
-    for second in more:
+    first = try_rank(with_micro_batches(job, cut.largest, 1), task, samples, rank, number, stages)
+    if number > 1:
+        two = with_micro_batches(job, cut.largest, 2)
+        second = try_rank(two, task, samples, rank, number, first.stages)
         second.sent.subtract(first.sent)
         for sent, count in second.sent.items():
             first.sent[sent] += (number - 1) * count
@@ -95,7 +106,14 @@ def with_micro_batches(job: Job, size: int, number: int) -> Job:
     return job.model_copy(update={"pipeline": pipeline, "micro_batch_size": None, **batch})
 
 
-def try_rank(job: Job, task: Task, samples: Dataset[Any], rank: int, in_schedule: int = 1) -> Tried:
+def try_rank(
+    job: Job,
+    task: Task,
+    samples: Dataset[Any],
+    rank: int,
+    in_schedule: int = 1,
+    stages: Stages | None = None,
+) -> Tried:
     """One step of a rank; `in_schedule`: how many micro-batches its pipeline really works on."""
     layout = job.layout
     dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
@@ -106,7 +124,7 @@ def try_rank(job: Job, task: Task, samples: Dataset[Any], rank: int, in_schedule
         micro_batches = [*batch.micro_batches]
         with WITHOUT_DATA, Exchanges(layout) as exchanges:
             made = pytree.tree_map_only(Tensor, WITHOUT_DATA.from_tensor, micro_batches)
-            t, pipeline, passed = training(job, task, mesh, data, made[0])
+            t, pipeline, stages = training(job, task, mesh, data, made[0], stages)
             held = Held(
                 parameters=parts_of(t.model.parameters()),
                 buffers=parts_of(t.model.buffers()),
@@ -123,14 +141,14 @@ def try_rank(job: Job, task: Task, samples: Dataset[Any], rank: int, in_schedule
             held.gradients = parts_of(p.grad for p in t.parameters if p.grad is not None)
             exchanges.when, exchanges.times = "update", 1
             update(t)
-            at_once = in_flight(pipeline, in_schedule, passed) if pipeline else 1
+            at_once = in_flight(pipeline, in_schedule, stages.passed) if pipeline and stages else 1
         counts: dict[str, Any] = {
             "batch_size": data.cut.batch_size,
             "micro_batch_size": data.cut.largest,
             "micro_batches": len(micro_batches),
             "stages": pipeline.sizes if pipeline else None,
         }
-        return Tried(held, round(saved.most * at_once), exchanges.sent, counts)
+        return Tried(held, round(saved.most * at_once), exchanges.sent, counts, stages)
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # it remembers this rank's groups
@@ -150,16 +168,18 @@ def as_rank(layout: Layout, rank: int) -> build.Rank:
 
 
 def training(
-    job: Job, task: Task, mesh: Mesh, data: TrainingData, example: MicroBatch
-) -> tuple[Training, Pipeline | None, dict[int, Passed]]:
-    """The parts of a rank's training that a step needs, as build() makes them.
-
-    Also its pipeline, and what its stages get.
-    """
+    job: Job,
+    task: Task,
+    mesh: Mesh,
+    data: TrainingData,
+    example: MicroBatch,
+    stages: Stages | None,
+) -> tuple[Training, Pipeline | None, Stages | None]:
+    """The parts of a rank's training that a step needs, as build() makes them, and its pipeline."""
     precision = precision_of(job)
     autocast = parallelize.autocast(precision, DEVICE)  # type: ignore[arg-type]
     data.example = lambda progress: example  # type: ignore[method-assign]  # without data
-    with Division(job, task, example, autocast).used() as division:
+    with Division(job, task, example, autocast, stages).used() as division:
         model, pipeline = build.divided_model(job, mesh, task, data, autocast, None)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(job.optimizer, parameters)
@@ -187,10 +207,10 @@ def training(
         device=DEVICE,
         progress=Progress(),
     )
-    if pipeline:
-        pipeline._schedule = pipeline._make_schedule(division.passed)
-        pipeline._has_weights = division.has_weights
-    return cast(Training, t), pipeline, division.passed
+    if pipeline and division.stages:
+        pipeline._schedule = pipeline._make_schedule(division.stages.passed)
+        pipeline._has_weights = division.stages.has_weights
+    return cast(Training, t), pipeline, division.stages
 
 
 def repeated(batch: Batch, made: list[MicroBatch], exchanges: Exchanges) -> Batch:
@@ -219,9 +239,8 @@ class Division:
     task: Task
     micro: MicroBatch
     autocast: AbstractContextManager[None]
+    stages: Stages | None  # None until they are known
     ready: list[Tensor] = field(default_factory=list)  # parameters, in the order of gradients
-    passed: dict[int, Passed] = field(default_factory=dict)  # what each stage gets
-    has_weights: bool = False  # whether the task's loss weights its samples
 
     @contextmanager
     def used(self) -> Iterator[Division]:
@@ -249,8 +268,10 @@ class Division:
         self, job: Job, mesh: Mesh, task: Task, model: nn.Module, *args: Any
     ) -> list[int]:
         """Blocks of each stage, by their floating-point operations in place of their time."""
+        if self.stages is not None:
+            return self.stages.sizes
         blocks, num_stages = build.blocks_and_stages(job, mesh.layout, task, model)
-        costs = []
+        costs, outputs = [], []
         values = self.micro.inputs
         with torch.no_grad(), self.autocast:
             for block in blocks:
@@ -259,25 +280,20 @@ class Division:
                 # Embeddings have no operations, and take time all the same.
                 num_bytes = sum(x.nbytes for x in pytree.tree_leaves(values))
                 costs.append(counter.get_total_flops() + num_bytes)
-            self.has_weights = isinstance(task.loss(values, self.micro.targets), tuple)
+                outputs.append(values)
+            has_weights = isinstance(task.loss(values, self.micro.targets), tuple)
+            if mesh.layout.tp > 1:  # each rank may have a part of them
+                model = type(task).model(task)
+                parallelize.tensor_parallel(model, mesh, build.plan_of(task, model, mesh))
+                values = self.micro.inputs
+                outputs = [values := block(values) for block in build.blocks_of(task, model)]
         sizes = divide(costs, num_stages)
-        ends = itertools.accumulate(sizes[:-1])
-        outputs = self._outputs(mesh)
-        self.passed = {at: Passed.of(outputs[end - 1]) for at, end in enumerate(ends, start=1)}
+        got = (outputs[end - 1] for end in itertools.accumulate(sizes[:-1]))
+        passed = {
+            at: Passed.of(x if isinstance(x, tuple) else (x,)) for at, x in enumerate(got, start=1)
+        }
+        self.stages = Stages(sizes, passed, has_weights)
         return sizes
-
-    def _outputs(self, mesh: Mesh) -> list[tuple[Tensor, ...]]:
-        """What each block returns on a rank: with tp, it may be a part."""
-        model = type(self.task).model(self.task)
-        if mesh.layout.tp > 1:
-            plan = build.plan_of(self.task, model, mesh)
-            parallelize.tensor_parallel(model, mesh, plan)
-        outputs, values = [], self.micro.inputs
-        with torch.no_grad(), self.autocast:
-            for block in build.blocks_of(self.task, model):
-                values = block(values)
-                outputs.append(values if isinstance(values, tuple) else (values,))
-        return outputs
 
     def _divide_gradients(
         self, tensors: list[Tensor], *args: Any

@@ -79,7 +79,9 @@ def explain(job: Job) -> dict[str, Any]:
         check_model(job, task, model)
         num_parameters = sum(p.numel() for p in model.parameters())
     samples = task.datasets()["train"]
-    tried = [try_place(job, task, samples, pp) for pp in range(layout.pp)]
+    tried: list[Tried] = []
+    for pp in range(layout.pp):
+        tried.append(try_place(job, task, samples, pp, tried[-1].stages if tried else None))
     return {
         "layout": str(layout),
         "axes": {axis: getattr(layout, axis) for axis in NESTING},
