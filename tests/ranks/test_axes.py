@@ -51,7 +51,7 @@ def test_axes_do_not_change_the_losses(train: Trainings, layout: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_in_every_case(train: Trainings, layout: str, case: str) -> None:
-    train.compare(CASES[case], layout, steps=100)
+    train.compare(CASES[case], layout)
 
 
 @pytest.mark.parametrize(

@@ -76,22 +76,23 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", ["2x2:tp=2", "2x2:pp=2", "2x1:fsdp=2"])
 def test_a_divided_model_outlives_time_limits(
     layout: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    steps = 300
+    steps = 120
     ids = np.random.default_rng(0).integers(0, 16, 400 * 17) ** 2
     ids.astype("<u2").tofile(tmp_path / "tokens.bin")
     common = ["task=slow:SlowLanguage", "options.context=16", "options.tokens=tokens.bin"]
-    common += ["batch_size=16", "micro_batch_size=4", f"steps={steps}", "log_every=1"]
-    # Twice 0.1 s in each step, and a minute of each two is left for a checkpoint.
-    minute = ["slurm.time=2", "options.seconds=0.1"]
-    sent = send(cluster, tmp_path, *common, *minute, "--layout", layout)
+    common += ["batch_size=16", "pipeline.micro_batches=2", f"steps={steps}", "log_every=1"]
     shape, _, axis = layout.partition(":")
+    # Half a second in each step, and a minute of each two is left for a checkpoint.
+    slowly = ["slurm.time=2", f"options.seconds={0.25 if axis == 'pp=2' else 0.5}"]
+    sent = send(cluster, tmp_path, *common, *slowly, "--layout", layout)
     here = f"1x{Layout.parse(shape).ranks}:{axis}"
     reference = uninterrupted(tmp_path, *common, "--layout", here)
-    sent.wait_for_end(400)
+    sent.wait_for_end(600)
     check(sent, reference, steps)
     assert len(sent.run.attempts()) >= 2
     assert [*itertools.chain(*steps_of_attempts(sent))] == list(range(1, steps + 1))
