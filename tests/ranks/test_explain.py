@@ -12,6 +12,7 @@ import torch
 from tests.commandline import call_allranks
 from tests.held import assert_held, measured
 from tests.ranks import run_ranks
+from tests.training import LAYOUTS
 from torch import nn
 
 from allranks.job.job import parse_job
@@ -43,6 +44,7 @@ TINY = {
         ("1x2:pp=2", {}),
         ("1x4:pp=4", {"pipeline": {"schedule": "gpipe", "micro_batches": 3}}),
         ("1x4:pp=2,fsdp=2", {"pipeline": {"micro_batches": 4}}),
+        *(pytest.param(layout, {}, marks=pytest.mark.soak) for layout in LAYOUTS),
     ],
 )
 def test_ranks_hold_and_send_what_was_explained(
