@@ -25,8 +25,8 @@ LAYOUTS = (
     *("1x2", "1x2:fsdp=2", "1x2:tp=2", "1x2:pp=2", "1x4", "1x4:fsdp=4", "1x4:tp=4", "1x4:pp=4"),
     *("1x4:fsdp=2", "1x4:fsdp=2,tp=2", "1x4:tp=2,pp=2", "1x4:fsdp=2,pp=2"),
 )
-FP32 = {"precision": "fp32", "steps": 12}
-BF16 = {"precision": "bf16", "steps": 12}
+FP32: dict[str, Any] = {"precision": "fp32", "steps": 12}
+BF16: dict[str, Any] = {"precision": "bf16", "steps": 12}
 # Large enough that what is needed only for a moment is little.
 LARGE: dict[str, Any] = {
     **{"task": "language", "options": {"size": "16m"}, "precision": "bf16"},

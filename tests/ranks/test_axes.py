@@ -65,7 +65,7 @@ def test_weighted_samples_in_float64_and_overflows_in_fp16(
 
 @pytest.mark.soak
 def test_bf16(train: Trainings) -> None:
-    settings = {"precision": "bf16", "steps": 24, "optimizer": {"clip": None}}
+    settings: dict[str, Any] = {"precision": "bf16", "steps": 24, "optimizer": {"clip": None}}
     assert_same(train("1x4:fsdp=2,tp=2", **settings), train("1x2", **settings), rel=3e-2)
 
 
@@ -73,7 +73,7 @@ def test_bf16(train: Trainings) -> None:
     "layout", ["1x2:fsdp=2", pytest.param("1x4:fsdp=2", marks=pytest.mark.soak)]
 )
 def test_batchnorm_sees_all_samples_of_all_shards(train: Trainings, layout: str) -> None:
-    settings = {"task": "digits", "options": {"norm": "batch"}}
+    settings: dict[str, Any] = {"task": "digits", "options": {"norm": "batch"}}
     one = train("1x1", batch_size=50, micro_batch_size=None, **settings)
     found = train(layout, batch_size=50, micro_batch_size=None, **settings)
     assert_same(found, one, rel=1e-4)

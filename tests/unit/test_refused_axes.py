@@ -12,6 +12,7 @@ from tests.commandline import call_allranks
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from allranks.errors import AllranksError
 from allranks.job.job import parse_job
 from allranks.launch import models
 from allranks.tasks import Task
@@ -47,7 +48,7 @@ def answered_here(monkeypatch: pytest.MonkeyPatch) -> None:
         found = answer([parse_job(job, resolved=True) for job in json.loads(jobs)], check)
         assert isinstance(found, dict), "not refused"
         error = found["error"]
-        raise models.AllranksError(error["what"], fix=error["fix"], exit_code=error["exit_code"])
+        raise AllranksError(error["what"], fix=error["fix"], exit_code=error["exit_code"])
 
     monkeypatch.setattr(models, "_ask", ask)
 

@@ -37,7 +37,7 @@ from allranks.train.fast_step import model_and_loss
 from allranks.train.loop import Training, forward_backward, update
 from allranks.train.mesh import Mesh, Ranks
 from allranks.train.optim import Scaler, allocate_state, build_optimizer
-from allranks.train.pipeline import Passed, Pipeline, divide
+from allranks.train.pipeline import Passed, Pipeline, blocks_of, divide
 
 DEVICE = torch.device("cpu")
 WITHOUT_DATA = FakeTensorMode()  # one for all: tensors of two of them cannot be used together
@@ -286,7 +286,7 @@ class Division:
                 model = type(task).model(task)
                 parallelize.tensor_parallel(model, mesh, build.plan_of(task, model, mesh))
                 values = self.micro.inputs
-                outputs = [values := block(values) for block in build.blocks_of(task, model)]
+                outputs = [values := block(values) for block in blocks_of(task, model)]
         sizes = divide(costs, num_stages)
         got = (outputs[end - 1] for end in itertools.accumulate(sizes[:-1]))
         passed = {
