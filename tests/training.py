@@ -84,7 +84,7 @@ class Trained:
 
     losses: list[float]  # rank 0's events
     norms: list[float]  # of the gradients, before clipping
-    metrics: list[float]
+    metrics: list[float]  # losses of the evaluations
     samples: int
     parameters: set[str]  # names of those that it holds
     stages: list[int]  # how many blocks each stage has
@@ -120,7 +120,8 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
     return Trained(
         losses=[event["loss"] for event in steps if "loss" in event],
         norms=[norm.item() for norm in norms],
-        metrics=[record["value"] for record in t.metrics],
+        # A token more that is guessed right is a jump of the accuracy.
+        metrics=[record["value"] for record in t.metrics if record["name"].endswith("_loss")],
         samples=sum(event["samples"] for event in steps),
         parameters={
             name.replace("_checkpoint_wrapped_module.", "")

@@ -55,7 +55,7 @@ def test_axes_have_the_losses_of_a_cpu(on_cpu: Trainings, on_gpu: Trainings, lay
         }
         said = ", ".join(f"{what} {value:.0e}" for what, value in apart.items())
         print(f"\n{layout} {settings['precision']}: apart from a CPU in fp32: {said}")
-        assert max(apart["losses"], apart["norms"]) < limit  # the accuracy of a few tokens jumps
+        assert max(apart.values()) < limit
 
 
 def test_a_run_with_axes_over_nccl(tmp_path: Path) -> None:
