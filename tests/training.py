@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,8 +160,7 @@ class Trainings:
         """What each rank saw."""
         key = json.dumps([layout, how.__name__, settings])
         if key not in self._made:
-            folder = self.folder / str(len(self._made))
-            folder.mkdir()
+            folder = Path(tempfile.mkdtemp(dir=self.folder))
             # 101 windows to train on: an epoch's last batch has 5. And 5 to validate on.
             ids = np.random.default_rng(0).integers(0, 64, 106 * 17) ** 2 % 256
             ids.astype("<u2").tofile(folder / "tokens.bin")
