@@ -50,7 +50,7 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
     minute = ["slurm.time=1", "options.seconds=0.1"]
     limited = send(cluster, tmp_path, *common, "name=limited", *minute)
     limited.wait_for_step(1)  # of its minute, little is left where four runs start at once
-    requeued = send(cluster, tmp_path, *common, "name=requeued", "--layout", "2x1:fsdp=2")
+    requeued = send(cluster, tmp_path, *common, "name=requeued")
     killed = send(cluster, tmp_path, *common, "name=killed")
     lost = send(cluster, tmp_path, *common, "name=lost", "slurm.exclusive=true")
     for sent in (requeued, killed, lost):
@@ -60,12 +60,10 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
     (node,) = lost.listed()["nodes"]
     cluster.kill_slurmd(node)
     cluster.wait(lambda: "was lost" in str(killed.listed()["reason"]), 60, "the kill in the list")
-    # While SLURM makes them wait.
-    reference = uninterrupted(tmp_path, *common)
-    sharded = uninterrupted(tmp_path, *common, "--layout", "1x2:fsdp=2")
+    reference = uninterrupted(tmp_path, *common)  # while SLURM makes them wait
     for sent in (requeued, limited, killed, lost):
         sent.wait_for_end(300)
-        check(sent, sharded if sent is requeued else reference, steps)
+        check(sent, reference, steps)
     assert len(limited.run.attempts()) >= 2
     assert "DUE TO TIME LIMIT" not in limited.log()
     assert len(requeued.run.attempts()) >= 2
