@@ -88,16 +88,18 @@ def test_a_divided_model_outlives_time_limits(
     # Half a second in each step, and a minute of each two is left for a checkpoint.
     slowly = ["slurm.time=2", f"options.seconds={0.25 if axis == 'pp=2' else 0.5}"]
     sent = send(cluster, tmp_path, *common, *slowly, "--layout", layout)
-    here = f"1x{Layout.parse(shape).ranks}:{axis}"
-    reference = uninterrupted(tmp_path, *common, "--layout", here)
-    sent.wait_for_end(600)
-    check(sent, reference, steps)
+    line = sent.wait_for_end(600)
+    assert (line["state"], line["step"]) == ("finished", steps), sent.log()
     assert len(sent.run.attempts()) >= 2
     assert [*itertools.chain(*steps_of_attempts(sent))] == list(range(1, steps + 1))
-    expected = losses(reference)
-    assert sent.losses() == expected
     one = losses(uninterrupted(tmp_path, *common))
-    assert all(abs(expected[step] / one[step] - 1) < 1e-5 for step in one)
+    found = sent.losses()
+    assert all(abs(found[step] / one[step] - 1) < 1e-5 for step in one)
+    if axis != "pp=2":  # stages are divided by what blocks took, which is never the same twice
+        here = f"1x{Layout.parse(shape).ranks}:{axis}"
+        reference = uninterrupted(tmp_path, *common, "--layout", here)
+        check(sent, reference, steps)
+        assert found == losses(reference)
 
 
 @pytest.mark.soak
