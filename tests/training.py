@@ -169,7 +169,7 @@ class Trainings:
             args = (layout, folder, {**SETTINGS, **settings})
             ranks = Layout.parse(layout).ranks
             self._made[key] = run_ranks(
-                how, ranks, folder, *args, timeout=280, backend=self.backend
+                how, ranks, folder, *args, timeout=900, backend=self.backend
             )
         return self._made[key]
 

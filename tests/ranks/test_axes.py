@@ -48,6 +48,7 @@ def test_axes_do_not_change_the_losses(train: Trainings, layout: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)  # eight ranks may share two busy cores
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_in_every_case(train: Trainings, layout: str, case: str) -> None:
