@@ -124,6 +124,9 @@ class Optimizer(Section):
     clip: PositiveFloat | None = Field(
         default=1.0, description="largest global gradient norm; null: off"
     )
+    offload: bool = Field(
+        default=False, description="keep its state in host memory, and update there: slower"
+    )
 
 
 class Pipeline(Section):
@@ -314,8 +317,9 @@ class Job(Section):
     batch_size_per_rank: PositiveInt | None = Field(
         default=None, description="in place of batch_size: grows with the ranks", examples=[32]
     )
-    micro_batch_size: PositiveInt | None = Field(
-        default=None, description="per rank and backward pass; null: batch / ranks"
+    micro_batch_size: Literal["auto"] | PositiveInt | None = Field(
+        default=None,
+        description="per rank and backward pass; null: batch / ranks; auto: as many as fit",
     )
     epochs: PositiveInt | None = Field(
         default=None, description="passes over the data", examples=[20]

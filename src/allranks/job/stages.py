@@ -37,7 +37,7 @@ def num_micro_batches(job: Job, layout: Layout, batch_size: int) -> int:
         )
     if wanted is not None:
         return wanted
-    if size is not None:
+    if isinstance(size, int):
         return min(n for n in possible if n >= -(-share // size)) if size < share else 1
     return max(n for n in possible if n <= MICRO_BATCHES_PER_STAGE * layout.pp)
 

@@ -38,7 +38,7 @@ from allranks.run.folder import RunDir, no_readable_checkpoint
 from allranks.tasks import Task
 from allranks.train import checkpoint, initial, parallelize
 from allranks.train.agreement import Pulse
-from allranks.train.choose_step import COMPILED, Rules, measured_step
+from allranks.train.choose_step import COMPILED, Rules, device_name, measured_step
 from allranks.train.compile_ahead import CompileCost
 from allranks.train.compress import AveragedWeights, CompressedGradients, Compression
 from allranks.train.data import Cut, EvaluationData, MicroBatch, Progress, TrainingData, mix
@@ -53,6 +53,7 @@ from allranks.train.loop import (
 )
 from allranks.train.mesh import Mesh, Ranks
 from allranks.train.meter import Meter
+from allranks.train.micro_batches import MicroBatches
 from allranks.train.optim import (
     Scaler,
     Schedule,
@@ -125,9 +126,16 @@ def gloo_group() -> dist.ProcessGroup:
 
 
 def build(
-    me: Rank, job: Job, device: torch.device, log: EventLog, *, rules: Rules | None = None
+    me: Rank,
+    job: Job,
+    device: torch.device,
+    log: EventLog,
+    *,
+    rules: Rules | None = None,
+    micro_batches: MicroBatches | None = None,
 ) -> Training:
     """Build everything the loop needs, restored from a checkpoint if there is one. Collective."""
+    micro_batches = micro_batches or MicroBatches(me, job)
     settle_vector_math()
     mesh = Mesh.of(me.layout, device)
     task = load_staged_task(job)
@@ -135,6 +143,7 @@ def build(
     datasets = task.datasets()
     data = training_data(me, mesh, job, task, datasets["train"], device)
     precision = parallelize.resolve_precision(job.precision, device)
+    micro_batches.begin(data, precision)  # collective
     autocast = parallelize.autocast(precision, device)
     commit = chosen_checkpoint(me)
     model, pipeline = divided_model(job, mesh, task, data, autocast, commit)
@@ -177,9 +186,12 @@ def build(
         progress=progress,
         metrics=notes.get("metrics", []),
     )
+    if micro_batches.choose(training, pipeline):  # collective
+        training.evaluations = evaluations(datasets, data)
     warn_of_small_norms(me, training)
     compiled = should_compile(job, pipeline)
     log.write_past("start", **describe(me, training, precision, compiled, pipeline))
+    micro_batches.tell(training)
     cost = CompileCost.of(job, me.layout, device) if compiled else None
     make_first_passes(training, pipeline, cost)
     if compression is not None:
@@ -412,7 +424,7 @@ def training_data(
             batch_size,
             mesh.data.rank,
             mesh.data.size,
-            job.micro_batch_size,
+            None if job.micro_batch_size == "auto" else job.micro_batch_size,
             num_micro_batches(job, mesh.layout, batch_size) if mesh.layout.pp > 1 else None,
         ),
         seed=job.seed,
@@ -549,7 +561,6 @@ def describe(
     cut = t.data.cut
     micro_batches = cut.micro_batches(0, cut.batch_size)
     shares = sorted({cut.batch_size // cut.parts, -(-cut.batch_size // cut.parts)})
-    device = torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU"
     return {
         "rank": me.rank,
         "world_size": me.world_size,
@@ -558,13 +569,14 @@ def describe(
         "layout": str(me.layout),
         "backend": dist.get_backend(),
         "link": link_between_ranks(me),
-        "device": device,
+        "device": device_name(t.device),
         "threads": torch.get_num_threads(),
         "precision": precision,
         "compile": compiled,
         "parameters": num_parameters(t.model, pipeline),
         "global_batch": cut.batch_size,
         "rank_batch": shares,
+        "micro_batch_size": cut.largest,
         "accumulation": len(micro_batches),
         "data_rank": t.mesh.data.rank,
         "samples_per_epoch": t.data.num_samples,

@@ -133,6 +133,7 @@ def start(t: Training, run: RunDir, log: Path, ranks_here: int, local_rank: int)
             return room
         share = room
     asked = {"share": share, "ranks": ranks_here, "niceness": NICENESS}
+    asked["micro_batch_size"] = t.data.cut.largest
     try:
         return spawn(run, t.mesh.layout, asked, log, spare)
     except OSError as error:
@@ -190,6 +191,7 @@ def main() -> None:
     with suppress(OSError):  # Linux: if memory runs out, the kernel ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     job = load_job(RunDir(Path(folder)).job_file, resolved=True)
+    job = job.model_copy(update={"micro_batch_size": settings["micro_batch_size"]})
     try:
         for device in devices(settings["ranks"]):
             if device.type == "cuda":

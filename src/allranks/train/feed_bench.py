@@ -90,6 +90,8 @@ class Bench:
 
     def measure_steps(self, t: Training) -> None:
         """How fast steps are on one ready batch, and on what each number of workers loads."""
+        size = t.data.cut.largest  # `auto` is known only now
+        self.job = self.job.model_copy(update={"micro_batch_size": size})
         for number in range(self.repeats):
             self.note("step", None, number, self.step_pace(t, repeated(t.data)))
             for workers in self.workers:
