@@ -394,8 +394,12 @@ class Job(Section):
         ours, theirs = dict(_flat(self.to_mapping())), dict(_flat(other.to_mapping()))
         grows = self.batch_size_per_rank is not None and self.layout.ranks != other.layout.ranks
         mathematics = {*MATHEMATICS, *(["layout"] if grows else [])}
+
+        def is_mathematics(key: str) -> bool:
+            return key.partition(".")[0] in mathematics and key != "optimizer.offload"
+
         return [
-            Difference(key, ours.get(key), theirs.get(key), key.partition(".")[0] in mathematics)
+            Difference(key, ours.get(key), theirs.get(key), is_mathematics(key))
             for key in dict.fromkeys([*ours, *theirs])
             if ours.get(key) != theirs.get(key)
         ]

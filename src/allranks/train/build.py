@@ -149,6 +149,7 @@ def build(
     model, pipeline = divided_model(job, mesh, task, data, autocast, commit)
     parameters = [p for p in model.parameters() if p.requires_grad]
     in_graph = rules is not None and device.type == "cuda" and me.world_size == 1
+    in_graph = in_graph and not job.optimizer.offload
     optimizer = build_optimizer(job.optimizer, parameters, in_graph=in_graph)
     scaler = Scaler(device, mesh.replica) if precision == "fp16" else None
     allocate_state(optimizer)
