@@ -91,6 +91,8 @@ class MicroBatches:
             dist.broadcast_object_list(told, src=0)  # collective
             search = told[0]
         self.search = search
+        if not self.is_auto and search.enough != first:
+            self.why = "memory ran out in an earlier attempt"
         count = search.next or search.enough
         if count is None:
             raise self._nothing_fits()
@@ -114,9 +116,11 @@ class MicroBatches:
         if search.enough is None:
             raise self._nothing_fits()
         self._use(t.data, search.enough)
-        if self.is_auto and self.me.rank == 0:
-            search.keep(self.me.run)
-            self._remember(t.data.cut)
+        if self.is_auto:
+            if self.me.rank == 0:
+                search.keep(self.me.run)
+                self._remember(t.data.cut)
+            smallest(t, 1.0)  # collective: what a rank that runs out keeps must come later
         return t.data.cut != before
 
     def tell(self, t: Training) -> None:
@@ -151,10 +155,11 @@ class MicroBatches:
             left = search.next or search.enough
         if left is None:
             return self._nothing_fits()
-        if t is not None and self.me.world_size == 1 and is_intact(t, error):
-            clear_gradients(t)
-            save(t)
-            t.checkpointer.finish()
+        if t is not None:
+            if self.me.world_size == 1 and is_intact(t, error):
+                save(t)
+            with suppress(Exception):  # of a rank that ran out of memory, too
+                t.checkpointer.finish()
         search.keep(self.me.run, ended=self.me.attempt)
         assert self._cut is not None
         smaller = with_count(self._cut, left).largest
