@@ -77,6 +77,8 @@ MATHEMATICS = (
     *("lr_scaling", "compress"),
 )
 
+OFFLOAD = "optimizer.offload"  # changes where it is computed
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -124,9 +126,7 @@ class Optimizer(Section):
     clip: PositiveFloat | None = Field(
         default=1.0, description="largest global gradient norm; null: off"
     )
-    offload: bool = Field(
-        default=False, description="keep its state in host memory, and update there: slower"
-    )
+    offload: bool = Field(default=False, description="keep its state in host memory: slower")
 
 
 class Pipeline(Section):
@@ -318,8 +318,7 @@ class Job(Section):
         default=None, description="in place of batch_size: grows with the ranks", examples=[32]
     )
     micro_batch_size: Literal["auto"] | PositiveInt | None = Field(
-        default=None,
-        description="per rank and backward pass; null: batch / ranks; auto: as many as fit",
+        default=None, description="per rank and backward pass; null: batch / ranks; auto: what fits"
     )
     epochs: PositiveInt | None = Field(
         default=None, description="passes over the data", examples=[20]
@@ -393,16 +392,10 @@ class Job(Section):
         """The keys whose values differ in the other job."""
         ours, theirs = dict(_flat(self.to_mapping())), dict(_flat(other.to_mapping()))
         grows = self.batch_size_per_rank is not None and self.layout.ranks != other.layout.ranks
-        mathematics = {*MATHEMATICS, *(["layout"] if grows else [])}
-
-        def is_mathematics(key: str) -> bool:
-            return key.partition(".")[0] in mathematics and key != "optimizer.offload"
-
-        return [
-            Difference(key, ours.get(key), theirs.get(key), is_mathematics(key))
-            for key in dict.fromkeys([*ours, *theirs])
-            if ours.get(key) != theirs.get(key)
-        ]
+        keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+        mathematics = {key for key in keys if key.partition(".")[0] in MATHEMATICS} - {OFFLOAD}
+        mathematics |= {"layout"} if grows else set()
+        return [Difference(key, ours.get(key), theirs.get(key), key in mathematics) for key in keys]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -108,10 +108,8 @@ class Launch:
         waits = (self._interrupted, self._show_wait)
         if node_rank == 0:
             assert prepared.run is not None
-            path = str(prepared.run.path)
-            mine = meeting.Meeting(
-                path, prepared.attempt, layout, prepared.checkpoint, prepared.claim
-            )
+            told = prepared.attempt, layout, prepared.checkpoint, prepared.claim
+            mine = meeting.Meeting(str(prepared.run.path), *told)
         if num_nodes == 1:
             met = meeting.alone(mine)
         elif node_rank == 0:

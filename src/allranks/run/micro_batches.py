@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from allranks.run.files import read_bytes
 from allranks.run.folder import RunDir, write_atomically
@@ -82,7 +83,7 @@ def goes_on(run: RunDir, attempt: int) -> bool:
     return _read(run).get("ended") == attempt
 
 
-def _read(run: RunDir) -> dict[str, object]:
+def _read(run: RunDir) -> dict[str, Any]:
     with suppress(OSError, ValueError, RecursionError):
         found = json.loads(read_bytes(run.path / FILE))
         return found if isinstance(found, dict) else {}

@@ -136,10 +136,8 @@ def build(
 ) -> Training:
     """Build everything the loop needs, restored from a checkpoint if there is one. Collective."""
     micro_batches = micro_batches or MicroBatches(me, job)
-    settle_vector_math()
     mesh = Mesh.of(me.layout, device)
     task = load_staged_task(job)
-    seed_everything(job.seed)
     datasets = task.datasets()
     data = training_data(me, mesh, job, task, datasets["train"], device)
     precision = parallelize.resolve_precision(job.precision, device)
@@ -149,7 +147,6 @@ def build(
     model, pipeline = divided_model(job, mesh, task, data, autocast, commit)
     parameters = [p for p in model.parameters() if p.requires_grad]
     in_graph = rules is not None and device.type == "cuda" and me.world_size == 1
-    in_graph = in_graph and not job.optimizer.offload
     optimizer = build_optimizer(job.optimizer, parameters, in_graph=in_graph)
     scaler = Scaler(device, mesh.replica) if precision == "fp16" else None
     allocate_state(optimizer)
@@ -187,17 +184,29 @@ def build(
         progress=progress,
         metrics=notes.get("metrics", []),
     )
-    if micro_batches.choose(training, pipeline):  # collective
-        training.evaluations = evaluations(datasets, data)
-    warn_of_small_norms(me, training)
+    return begun(training, micro_batches, datasets, precision, pipeline)  # collective
+
+
+def begun(
+    t: Training,
+    micro_batches: MicroBatches,
+    datasets: Mapping[str, Dataset[Any]],
+    precision: str,
+    pipeline: Pipeline | None,
+) -> Training:
+    """The training, ready for its first step, once it is said what it will be. Collective."""
+    me, job = micro_batches.me, micro_batches.job
+    if micro_batches.choose(t, pipeline):  # collective
+        t.evaluations = evaluations(datasets, t.data)
+    warn_of_small_norms(me, t)
     compiled = should_compile(job, pipeline)
-    log.write_past("start", **describe(me, training, precision, compiled, pipeline))
-    micro_batches.tell(training)
-    cost = CompileCost.of(job, me.layout, device) if compiled else None
-    make_first_passes(training, pipeline, cost)
-    if compression is not None:
-        compression.begin(model, progress.step, training.schedule)
-    return training
+    t.meter.log.write_past("start", **describe(me, t, precision, compiled, pipeline))
+    micro_batches.tell(t)
+    cost = CompileCost.of(job, me.layout, t.device) if compiled else None
+    make_first_passes(t, pipeline, cost)
+    if t.compression is not None:
+        t.compression.begin(t.model, t.progress.step, t.schedule)
+    return t
 
 
 def make_first_passes(t: Training, pipeline: Pipeline | None, cost: CompileCost | None) -> None:
@@ -349,11 +358,12 @@ def plan_of(task: Task, model: nn.Module, mesh: Mesh) -> Mapping[str, Any] | Non
 
 
 def load_staged_task(job: Job) -> Task:
-    """The job's task, with its data copied to this node's own disk if the job asks for it."""
+    """The job's task, with its data on this node's own disk if the job asks for it; seeds."""
     task = load_task(job)
     if job.data.stage == "local":
         copies = own_folder()
         task.stage(lambda path: local_copy(path, copies))
+    seed_everything(job.seed)
     return task
 
 
@@ -407,6 +417,7 @@ def settle_vector_math() -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed the generators that a task's data set and model may use, equally on every rank."""
+    settle_vector_math()
     torch.manual_seed(mix(seed, 0))
     random.seed(seed)
     np.random.seed(seed)

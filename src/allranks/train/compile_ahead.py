@@ -224,7 +224,6 @@ def compile_for(job: Job, layout: Layout, device: torch.device) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks)
     mesh = Mesh.of(layout, device)
     task = build.load_staged_task(job)
-    build.seed_everything(job.seed)
     me = build.Rank(
         rank=0,
         world_size=layout.ranks,

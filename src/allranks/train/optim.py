@@ -62,7 +62,7 @@ class HostOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": settings.lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure is given
         (group,) = self.param_groups
         on_device = [local(parameter) for parameter in group["params"]]
         # The weights too: checkpoints and averages over ranks change those on the device.
