@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from allranks.errors import AllranksError
+from allranks.job.job import parse_job
+from allranks.job.stages import num_micro_batches
+from allranks.layout import Layout
 from allranks.run.folder import RunDir
 from allranks.run.micro_batches import Search, counts_for, goes_on
-from allranks.train.micro_batches import is_in, is_out_of_memory
+from allranks.train.build import Rank
+from allranks.train.data import Cut, TrainingData
+from allranks.train.micro_batches import MicroBatches, is_in, is_out_of_memory
 
 
 def searched(share: int, most: int, guess: int = 0) -> tuple[Search, list[int]]:
@@ -80,6 +88,44 @@ def test_a_file_that_is_damaged_is_as_good_as_none(tmp_path: Path) -> None:
         search.resume(RunDir(tmp_path))
         assert search.next == 1
         assert not goes_on(RunDir(tmp_path), 0)
+
+
+def begun(layout: str, *, pads: bool = True, **settings: Any) -> tuple[MicroBatches, Any]:
+    """What rank 0 of an untouched run knows, and its data."""
+    job = parse_job({"batch_size": 56, **settings})
+    me = SimpleNamespace(
+        layout=Layout.parse(layout), run=RunDir(Path("none")), rank=0, world_size=1
+    )
+    number = num_micro_batches(job, me.layout, 56) if me.layout.pp > 1 else None
+    size = None if job.micro_batch_size == "auto" else job.micro_batch_size
+    cut = Cut(56, 0, me.layout.data_ranks, size, number)
+    data = SimpleNamespace(cut=cut, pads=pads, device=torch.device("cpu"))
+    found = MicroBatches(cast(Rank, me), job)
+    found.begin(cast(TrainingData, data), "fp32")
+    return found, data
+
+
+def test_a_pipeline_is_given_only_numbers_that_its_rounds_allow() -> None:
+    pipeline = {"schedule": "interleaved", "micro_batches": 7}
+    found, data = begun("1x4:pp=4", micro_batch_size="auto", pipeline=pipeline)
+    assert found.search is not None
+    assert list(found.search.counts) == [7, 15, 32]
+    assert data.cut.num_micro_batches == 7
+
+
+def test_what_the_job_says_comes_first() -> None:
+    found, data = begun("1x2", micro_batch_size=13)
+    assert (data.cut.num_of_whole, found.size) == (3, 10)
+    assert found.search is not None
+    assert (found.search.next, found.search.ran_out(3)) == (None, 6)
+
+
+def test_a_loss_that_compares_samples_is_not_cut_smaller() -> None:
+    with pytest.raises(AllranksError, match="couples_samples"):
+        begun("1x1", pads=False, micro_batch_size="auto")
+    found, _ = begun("1x1", pads=False, micro_batch_size=8)
+    assert found.search is not None
+    assert found.search.ran_out(7) is None
 
 
 def raised_by(work: nn.Module) -> Exception:

@@ -23,6 +23,7 @@ from torch import nn
 
 from allranks.errors import AllranksError
 from allranks.job.job import Job
+from allranks.job.stages import possible_numbers
 from allranks.machine.allotted import user_cache
 from allranks.run.files import read_bytes
 from allranks.run.folder import write_atomically
@@ -65,11 +66,13 @@ class MicroBatches:
         cut = data.cut
         share = -(-cut.batch_size // cut.parts)
         first = cut.num_of_whole
-        more = [first]
-        if data.pads and cut.num_micro_batches:  # a pipeline's: its rounds stay whole
-            more = [first << n for n in range(share.bit_length()) if first << n <= share]
+        counts = [first]
+        if data.pads and cut.num_micro_batches:
+            schedule, pp = self.job.pipeline.schedule, self.me.layout.pp
+            for count in possible_numbers(schedule, pp, share):
+                counts += [count] if count >= 2 * counts[-1] else []
         elif data.pads:
-            more += [count for count in counts_for(share) if count > first]
+            counts += [count for count in counts_for(share) if count > first]
         elif self.is_auto:
             raise AllranksError(
                 "micro_batch_size: auto cannot be used with a task that compares samples "
@@ -78,7 +81,7 @@ class MicroBatches:
             )
         kept = self.job.micro_batch_size, device_name(data.device)
         about = f"{self.me.layout} batch {cut.batch_size} micro_batch_size {kept[0]} on {kept[1]}"
-        self._cut, search = cut, Search(about=about, counts=more)
+        self._cut, search = cut, Search(about=about, counts=counts)
         if self.is_auto:
             self._cached = user_cache() / "micro-batches" / f"{self._key(precision, data.device)}"
             search.guess = self._remembered(share) if self.me.rank == 0 else 0
