@@ -69,8 +69,8 @@ class MicroBatches:
         counts = [first]
         if data.pads and cut.num_micro_batches:
             schedule, pp = self.job.pipeline.schedule, self.me.layout.pp
-            for count in possible_numbers(schedule, pp, share):
-                counts += [count] if count >= 2 * counts[-1] else []
+            for number in possible_numbers(schedule, pp, share):
+                counts += [number] if number >= 2 * counts[-1] else []
         elif data.pads:
             counts += [count for count in counts_for(share) if count > first]
         elif self.is_auto:
@@ -81,7 +81,7 @@ class MicroBatches:
             )
         kept = self.job.micro_batch_size, device_name(data.device)
         about = f"{self.me.layout} batch {cut.batch_size} micro_batch_size {kept[0]} on {kept[1]}"
-        self._cut, search = cut, Search(about=about, counts=counts)
+        self._cut, self._now, search = cut, counts[-1], Search(about=about, counts=counts)
         if self.is_auto:
             self._cached = user_cache() / "micro-batches" / f"{self._key(precision, data.device)}"
             search.guess = self._remembered(share) if self.me.rank == 0 else 0
