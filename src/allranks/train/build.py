@@ -571,7 +571,6 @@ def describe(
 ) -> dict[str, Any]:
     """The start event: who this rank is, and what the banner shows."""
     cut = t.data.cut
-    micro_batches = cut.micro_batches(0, cut.batch_size)
     shares = sorted({cut.batch_size // cut.parts, -(-cut.batch_size // cut.parts)})
     return {
         "rank": me.rank,
@@ -589,7 +588,7 @@ def describe(
         "global_batch": cut.batch_size,
         "rank_batch": shares,
         "micro_batch_size": cut.largest,
-        "accumulation": len(micro_batches),
+        "accumulation": len(cut.micro_batches(0, cut.batch_size)),
         "data_rank": t.mesh.data.rank,
         "samples_per_epoch": t.data.num_samples,
         "steps_per_epoch": t.data.steps_per_epoch,
