@@ -449,7 +449,7 @@ def from_cache(folder: Path) -> tuple[int | None, int, int]:
     run = a_run(folder / "run", job)
     os.environ["ALLRANKS_RANKS_HERE"] = "1"
     t = make(run.path, 0, "", None)
-    asked = {"share": 1.0, "ranks": 1, "niceness": 0}
+    asked = {"share": 1.0, "ranks": 1, "niceness": 0, "micro_batch_size": t.data.cut.largest}
     cost = compile_ahead.CompileCost.of(load_job(run.job_file, resolved=True), Layout(), DEVICE)
     assert cost.seconds() == math.inf
     child = compile_ahead.spawn(run, Layout(), asked, folder / "compile.log", 1)

@@ -195,7 +195,7 @@ WRONG = [
     ("batch_size: 0", "expected a positive integer, got 0", "batch_size: 128"),
     ("batch_size: 1.0", "got 1.0", "batch_size: 128"),
     ("batch_size: true", "got true", "batch_size: 128"),
-    ("micro_batch_size: -1", "expected a positive integer, got -1", "positive"),
+    ("micro_batch_size: -1", "expected auto or a positive integer, got -1", "positive"),
     ("batchsize: 3", "job.yaml:1: batchsize: there is no such key", "write batch_size instead"),
     ("wat: 3", "no such key", "the keys of a job are name, task,"),
     ("lr: 3", "no such key", "write optimizer.lr instead of lr"),

@@ -77,6 +77,8 @@ MATHEMATICS = (
     *("lr_scaling", "compress"),
 )
 
+OFFLOAD = "optimizer.offload"  # changes where it is computed
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -124,6 +126,7 @@ class Optimizer(Section):
     clip: PositiveFloat | None = Field(
         default=1.0, description="largest global gradient norm; null: off"
     )
+    offload: bool = Field(default=False, description="keep its state in host memory: slower")
 
 
 class Pipeline(Section):
@@ -314,8 +317,8 @@ class Job(Section):
     batch_size_per_rank: PositiveInt | None = Field(
         default=None, description="in place of batch_size: grows with the ranks", examples=[32]
     )
-    micro_batch_size: PositiveInt | None = Field(
-        default=None, description="per rank and backward pass; null: batch / ranks"
+    micro_batch_size: Literal["auto"] | PositiveInt | None = Field(
+        default=None, description="per rank and backward pass; null: batch / ranks; auto: what fits"
     )
     epochs: PositiveInt | None = Field(
         default=None, description="passes over the data", examples=[20]
@@ -390,12 +393,10 @@ class Job(Section):
         ours, theirs = dict(_flat(self.to_mapping())), dict(_flat(other.to_mapping()))
         is_moved = self.layout.data_ranks != other.layout.data_ranks
         grows = is_moved and self.batch_size_per_rank is not None
-        mathematics = {*MATHEMATICS, *(["layout"] if grows else [])}
-        return [
-            Difference(key, ours.get(key), theirs.get(key), key.partition(".")[0] in mathematics)
-            for key in dict.fromkeys([*ours, *theirs])
-            if ours.get(key) != theirs.get(key)
-        ]
+        keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+        mathematics = {key for key in keys if key.partition(".")[0] in MATHEMATICS} - {OFFLOAD}
+        mathematics |= {"layout"} if grows else set()
+        return [Difference(key, ours.get(key), theirs.get(key), key in mathematics) for key in keys]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

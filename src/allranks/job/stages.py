@@ -25,7 +25,7 @@ def num_micro_batches(job: Job, layout: Layout, batch_size: int) -> int:
                     fix=f"write pipeline.schedule=1f1b, or leave out {key}",
                 )
     share = -(-batch_size // layout.data_ranks)
-    possible = [n for n in range(1, share + 1) if _in_rounds(n, layout.pp, schedule)]
+    possible = possible_numbers(schedule, layout.pp, share)
     if wanted is not None and wanted not in possible:
         why = f"a rank's share of the batch has {share} samples"
         if wanted <= share:
@@ -37,9 +37,14 @@ def num_micro_batches(job: Job, layout: Layout, batch_size: int) -> int:
         )
     if wanted is not None:
         return wanted
-    if size is not None:
+    if isinstance(size, int):
         return min(n for n in possible if n >= -(-share // size)) if size < share else 1
     return max(n for n in possible if n <= MICRO_BATCHES_PER_STAGE * layout.pp)
+
+
+def possible_numbers(schedule: str, num_ranks: int, share: int) -> list[int]:
+    """The numbers of micro-batches into which a pipeline can cut a share of so many samples."""
+    return [number for number in range(1, share + 1) if _in_rounds(number, num_ranks, schedule)]
 
 
 def _in_rounds(number: int, num_ranks: int, schedule: str) -> bool:

@@ -221,6 +221,7 @@ class Agent(LocalElasticAgent):
     failed one at once, because they can only hang. `arguments`: of Python, in an attempt;
     `environment`: a rank's variables besides this process's own and those of torchrun. `ended` is
     called with exit codes and an attempt as soon as that is over, before anything is waited for.
+    `goes_on`: whether an attempt has ended only to be continued, which is no restart of a crash.
     """
 
     def __init__(
@@ -229,6 +230,7 @@ class Agent(LocalElasticAgent):
         arguments: Callable[[int], list[str]],
         environment: Mapping[str, str],
         ended: Callable[[dict[int, int | None], int], None],
+        goes_on: Callable[[int], bool],
         *,
         num_ranks: int,
         max_restarts: int,
@@ -247,6 +249,8 @@ class Agent(LocalElasticAgent):
         self._arguments = arguments
         self._environment = environment
         self._ended = ended
+        self._goes_on = goes_on
+        self._may_restart = True
         self._kills_peers = kills_peers
         self._codes: dict[int, int] = {}  # by local rank, once one has failed
         self._ended_at: float | None = None  # since when no rank runs
@@ -319,6 +323,7 @@ class Agent(LocalElasticAgent):
 
     def never_restart(self) -> None:
         """From now on the ranks end because somebody asked for it."""
+        self._may_restart = False
         self._remaining_restarts = 0
 
     def kill(self) -> None:
@@ -362,6 +367,8 @@ class Agent(LocalElasticAgent):
                 if self._kills_peers:
                     self.kill()
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED and self._may_restart and self._goes_on(self.attempt):
+            self._remaining_restarts += 1
         if result.state == WorkerState.SUCCEEDED:
             # torch now waits for the other nodes: what happens meanwhile is not these ranks' end.
             self._ended(dict.fromkeys(self.failed(), 0), self.attempt)

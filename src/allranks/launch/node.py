@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from allranks.launch.screen import Screen
 from allranks.launch.stall_watch import StallWatch
 from allranks.machine.allotted import memory_kills
 from allranks.machine.processes import Signals, blocked_signals, quick_imports, signal_name
-from allranks.run import claims
+from allranks.run import claims, micro_batches
 from allranks.run.events import append_event
 from allranks.run.failures import describe_for_json, failure, failure_in_words, failure_lines
 from allranks.run.folder import RunDir, State
@@ -107,10 +108,8 @@ class Launch:
         waits = (self._interrupted, self._show_wait)
         if node_rank == 0:
             assert prepared.run is not None
-            path = str(prepared.run.path)
-            mine = meeting.Meeting(
-                path, prepared.attempt, layout, prepared.checkpoint, prepared.claim
-            )
+            told = prepared.attempt, layout, prepared.checkpoint, prepared.claim
+            mine = meeting.Meeting(str(prepared.run.path), *told)
         if num_nodes == 1:
             met = meeting.alone(mine)
         elif node_rank == 0:
@@ -149,6 +148,7 @@ class Launch:
             arguments,
             self.environment,
             self._record_ends,
+            partial(micro_batches.goes_on, run),
             num_ranks=self.here,
             max_restarts=max_restarts(prepared, place),
             # Ranks of a task cannot save once one is gone; a script may want to clean up.

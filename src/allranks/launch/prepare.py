@@ -452,8 +452,7 @@ def ranks_environment(
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
     if job.task is not None:
         # What was compiled once is found by all ranks, and after a restart of the machine.
-        cache = Path(given.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allranks"
-        defaults["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "compiled")
+        defaults["TORCHINDUCTOR_CACHE_DIR"] = str(allotted.user_cache(given) / "compiled")
     env |= {key: value for key, value in defaults.items() if key not in given}
     own = {k: v for k, v in job.env.items() if v != BUILT_IN["env"].get(k) or k not in given}
     return prepared.variables | env | own

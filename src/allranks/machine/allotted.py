@@ -173,6 +173,12 @@ def _memory_limit(folder: Path) -> int | None:
     return None
 
 
+def user_cache(env: Mapping[str, str] = os.environ) -> Path:
+    """Where what was found or built once is kept for later runs of the same user."""
+    home = os.path.expanduser("~/.cache")  # unlike Path.home, for users without a home, too
+    return Path(env.get("XDG_CACHE_HOME") or home) / "allranks"
+
+
 def usable_instructions() -> str | None:
     """What oneDNN must be limited to for bf16 and fp16 on this CPU; None: nothing works.
 
@@ -182,8 +188,7 @@ def usable_instructions() -> str | None:
     if "amx_tile" not in _cpu_flags():
         return ""
     tried_for = [_boot(), _torch_version()]
-    home = os.path.expanduser("~/.cache")  # unlike Path.home, for users without a home, too
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or home) / "allranks"
+    cache = user_cache()
     path = cache / f"cpu-{socket.gethostname()}.json"
     with suppress(OSError, ValueError, TypeError):
         known_for, known = json.loads(path.read_text())

@@ -214,6 +214,11 @@ def notes(found: Found) -> list[str]:
     if found["stages"]:
         sizes = " + ".join(map(str, found["stages"]))
         lines.append(f"stages of {sizes} blocks, predicted from their floating-point operations")
+    if on_host := max(kind.get("host_bytes", 0) for kind in found["ranks"]):
+        lines.append(
+            f"in host memory: up to {size(on_host)} of a rank's optimizer state, and copies of its "
+            "parameters and gradients (optimizer.offload)"
+        )
     lines.append(
         "activations are predicted: what the forward pass keeps for the backward pass; "
         "what is gathered or computed only for a moment is not counted"

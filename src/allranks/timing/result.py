@@ -34,6 +34,8 @@ def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
         records = read_ranks(run, max(run.attempts(), default=0))
     chosen = [event for of in (records or {}).values() for event in of.others["compile"]]
     found["compile"] = {key: chosen[-1].get(key) for key in COMPILE} if chosen else None
+    cut = [event for of in (records or {}).values() for event in of.others["micro_batches"]]
+    found["micro_batches"] = {key: cut[-1].get(key) for key in MICRO_BATCHES} if cut else None
     measured = affordable_timing(run, records=records)
     if found["counted"]["samples"] == "unknown":
         found["samples_per_second"] = None
@@ -70,6 +72,7 @@ def judged(found: Judgement | None) -> dict[str, Any]:
     return {"verdict": None, "warnings": [], "mfu": None, "since": None}
 
 
+MICRO_BATCHES = ("step", "size", "number", "why", "too_large")  # of the event
 COMPILE = ("step", "form", "lost", "times", "why")  # of the event
 SURE, NOT_SURE = "sure", "not sure"
 LIMITED, DOUBT, NEXT, SINCE, WARNING = "limited by", "doubt", "next", "since", "warning"

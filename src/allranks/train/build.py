@@ -38,7 +38,7 @@ from allranks.run.folder import RunDir, no_readable_checkpoint
 from allranks.tasks import Task
 from allranks.train import checkpoint, initial, parallelize
 from allranks.train.agreement import Pulse
-from allranks.train.choose_step import COMPILED, Rules, measured_step
+from allranks.train.choose_step import COMPILED, Rules, device_name, measured_step
 from allranks.train.compile_ahead import CompileCost
 from allranks.train.compress import AveragedWeights, CompressedGradients, Compression
 from allranks.train.data import Cut, EvaluationData, MicroBatch, Progress, TrainingData, mix
@@ -53,6 +53,7 @@ from allranks.train.loop import (
 )
 from allranks.train.mesh import Mesh, Ranks
 from allranks.train.meter import Meter
+from allranks.train.micro_batches import MicroBatches
 from allranks.train.optim import (
     Scaler,
     Schedule,
@@ -125,16 +126,22 @@ def gloo_group() -> dist.ProcessGroup:
 
 
 def build(
-    me: Rank, job: Job, device: torch.device, log: EventLog, *, rules: Rules | None = None
+    me: Rank,
+    job: Job,
+    device: torch.device,
+    log: EventLog,
+    *,
+    rules: Rules | None = None,
+    micro_batches: MicroBatches | None = None,
 ) -> Training:
     """Build everything the loop needs, restored from a checkpoint if there is one. Collective."""
-    settle_vector_math()
+    micro_batches = micro_batches or MicroBatches(me, job)
     mesh = Mesh.of(me.layout, device)
     task = load_staged_task(job)
-    seed_everything(job.seed)
     datasets = task.datasets()
     data = training_data(me, mesh, job, task, datasets["train"], device)
     precision = parallelize.resolve_precision(job.precision, device)
+    micro_batches.begin(data, precision)  # collective
     autocast = parallelize.autocast(precision, device)
     commit = chosen_checkpoint(me)
     model, pipeline = divided_model(job, mesh, task, data, autocast, commit)
@@ -177,13 +184,29 @@ def build(
         progress=progress,
         metrics=notes.get("metrics", []),
     )
-    warn_of_small_norms(me, training)
-    cost = CompileCost.of(job, me.layout, device) if should_compile(job, pipeline) else None
-    log.write_past("start", **describe(me, training, precision, cost is not None, pipeline))
-    make_first_passes(training, pipeline, cost)
-    if compression is not None:
-        compression.begin(model, progress.step, training.schedule)
-    return training
+    return begun(training, micro_batches, datasets, precision, pipeline)  # collective
+
+
+def begun(
+    t: Training,
+    micro_batches: MicroBatches,
+    datasets: Mapping[str, Dataset[Any]],
+    precision: str,
+    pipeline: Pipeline | None,
+) -> Training:
+    """The training, ready for its first step, once it is said what it will be. Collective."""
+    me, job = micro_batches.me, micro_batches.job
+    if micro_batches.choose(t, pipeline):  # collective
+        t.evaluations = evaluations(datasets, t.data)
+    warn_of_small_norms(me, t)
+    compiled = should_compile(job, pipeline)
+    t.meter.log.write_past("start", **describe(me, t, precision, compiled, pipeline))
+    micro_batches.tell(t)
+    cost = CompileCost.of(job, me.layout, t.device) if compiled else None
+    make_first_passes(t, pipeline, cost)
+    if t.compression is not None:
+        t.compression.begin(t.model, t.progress.step, t.schedule)
+    return t
 
 
 def make_first_passes(t: Training, pipeline: Pipeline | None, cost: CompileCost | None) -> None:
@@ -335,11 +358,12 @@ def plan_of(task: Task, model: nn.Module, mesh: Mesh) -> Mapping[str, Any] | Non
 
 
 def load_staged_task(job: Job) -> Task:
-    """The job's task, with its data copied to this node's own disk if the job asks for it."""
+    """The job's task, with its data on this node's own disk if the job asks for it; seeds."""
     task = load_task(job)
     if job.data.stage == "local":
         copies = own_folder()
         task.stage(lambda path: local_copy(path, copies))
+    seed_everything(job.seed)
     return task
 
 
@@ -393,6 +417,7 @@ def settle_vector_math() -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed the generators that a task's data set and model may use, equally on every rank."""
+    settle_vector_math()
     torch.manual_seed(mix(seed, 0))
     random.seed(seed)
     np.random.seed(seed)
@@ -411,7 +436,7 @@ def training_data(
             batch_size,
             mesh.data.rank,
             mesh.data.size,
-            job.micro_batch_size,
+            None if job.micro_batch_size == "auto" else job.micro_batch_size,
             num_micro_batches(job, mesh.layout, batch_size) if mesh.layout.pp > 1 else None,
         ),
         seed=job.seed,
@@ -546,9 +571,7 @@ def describe(
 ) -> dict[str, Any]:
     """The start event: who this rank is, and what the banner shows."""
     cut = t.data.cut
-    micro_batches = cut.micro_batches(0, cut.batch_size)
     shares = sorted({cut.batch_size // cut.parts, -(-cut.batch_size // cut.parts)})
-    device = torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU"
     return {
         "rank": me.rank,
         "world_size": me.world_size,
@@ -557,14 +580,15 @@ def describe(
         "layout": str(me.layout),
         "backend": dist.get_backend(),
         "link": link_between_ranks(me),
-        "device": device,
+        "device": device_name(t.device),
         "threads": torch.get_num_threads(),
         "precision": precision,
         "compile": compiled,
         "parameters": num_parameters(t.model, pipeline),
         "global_batch": cut.batch_size,
         "rank_batch": shares,
-        "accumulation": len(micro_batches),
+        "micro_batch_size": cut.largest,
+        "accumulation": len(cut.micro_batches(0, cut.batch_size)),
         "data_rank": t.mesh.data.rank,
         "samples_per_epoch": t.data.num_samples,
         "steps_per_epoch": t.data.steps_per_epoch,

@@ -313,8 +313,10 @@ def measured_step(
     me: Rank, job: Job, rules: Rules, device: torch.device, notes: Mapping[str, Any]
 ) -> MeasuredStep:
     """The step of `compile: auto`, which knows what earlier attempts chose. Collective."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    record, file = Record(layout=str(me.layout), device=name), me.run.path / "compile.json"
+    record, file = (
+        Record(layout=str(me.layout), device=device_name(device)),
+        me.run.path / "compile.json",
+    )
     stored: list[Any] = [notes.get("compile")]
     if me.rank == 0:
         with suppress(OSError, ValueError):  # later than the checkpoint, if it is there
@@ -343,6 +345,10 @@ def set_choosing(on: bool) -> None:
     """Tell a benchmark, which counts steps only once they are as fast as they will be."""
     if timeline.current is not None:
         timeline.current.is_choosing = on
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def settle(device: torch.device) -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -133,6 +133,7 @@ def start(t: Training, run: RunDir, log: Path, ranks_here: int, local_rank: int)
             return room
         share = room
     asked = {"share": share, "ranks": ranks_here, "niceness": NICENESS}
+    asked["micro_batch_size"] = t.data.cut.largest
     try:
         return spawn(run, t.mesh.layout, asked, log, spare)
     except OSError as error:
@@ -195,7 +196,7 @@ def main() -> None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
                 torch.cuda.set_per_process_memory_fraction(settings["share"], device)
-            compile_for(job, Layout.parse(layout), device)
+            compile_for(job, Layout.parse(layout), device, settings["micro_batch_size"])
             torch._dynamo.reset()
     except torch.OutOfMemoryError as error:
         print(error)
@@ -209,7 +210,7 @@ def devices(ranks: int) -> list[torch.device]:
     return [torch.device("cuda", n) for n in range(min(ranks, torch.cuda.device_count()))]
 
 
-def compile_for(job: Job, layout: Layout, device: torch.device) -> None:
+def compile_for(job: Job, layout: Layout, device: torch.device, size: int) -> None:
     """Make the passes of a rank of this layout, alone, with the same model and batch."""
     from allranks.train import build, fast_step, parallelize
     from allranks.train.data import Progress
@@ -222,7 +223,6 @@ def compile_for(job: Job, layout: Layout, device: torch.device) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks)
     mesh = Mesh.of(layout, device)
     task = build.load_staged_task(job)
-    build.seed_everything(job.seed)
     me = build.Rank(
         rank=0,
         world_size=layout.ranks,
@@ -235,6 +235,7 @@ def compile_for(job: Job, layout: Layout, device: torch.device) -> None:
     )
     datasets = task.datasets()
     data = build.training_data(me, mesh, job, task, datasets["train"], device)
+    data.cut = replace(data.cut, micro_batch_size=size)  # `auto` is known to the ranks alone
     autocast = parallelize.autocast(parallelize.resolve_precision(job.precision, device), device)
     model, _ = build.divided_model(job, mesh, task, data, autocast, None)
     t: Any = SimpleNamespace(  # what a pass needs of a Training

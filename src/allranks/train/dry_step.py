@@ -182,7 +182,8 @@ def training(
     with Division(job, task, example, autocast, stages).used() as division:
         model, pipeline = build.divided_model(job, mesh, task, data, autocast, None)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = build_optimizer(job.optimizer, parameters)
+    # What it holds is counted, wherever that is.
+    optimizer = build_optimizer(job.optimizer.model_copy(update={"offload": False}), parameters)
     allocate_state(optimizer)
     nothing = SimpleNamespace(keep=lambda *args: None, finish_copying=lambda: None)
     t = SimpleNamespace(

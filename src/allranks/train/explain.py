@@ -91,13 +91,18 @@ def explain(job: Job) -> dict[str, Any]:
         "precision": precision_of(job),
         "optimizer": job.optimizer.name,
         **tried[0].batch,
-        "ranks": kinds_of(layout, tried),
+        "ranks": kinds_of(layout, tried, offload=job.optimizer.offload),
         "collectives": exchanges_of(tried),
     }
 
 
-def kinds_of(layout: Layout, stages: Sequence[Tried]) -> list[dict[str, Any]]:
-    """The ranks in groups that hold equally much, the first rank's group first."""
+def kinds_of(
+    layout: Layout, stages: Sequence[Tried], *, offload: bool = False
+) -> list[dict[str, Any]]:
+    """The ranks in groups that hold equally much, the first rank's group first.
+
+    `offload`: the optimizer's state is in host memory, with copies of weights and gradients.
+    """
     known: dict[tuple[int, ...], dict[str, int]] = {}
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.ranks):
@@ -119,7 +124,11 @@ def kinds_of(layout: Layout, stages: Sequence[Tried]) -> list[dict[str, Any]]:
         key = tuple(places[0][axis] for axis in NESTING[1:])
         coordinates = {axis: sorted({place[axis] for place in places}) for axis in NESTING}
         one = {"kind": letters(number), "ranks": ranks, "coordinates": coordinates}
-        found.append({**one, "bytes": known[key]})
+        held, on_host = known[key], 0
+        if offload:
+            on_host = held["optimizer"] + held["parameters"] + held["gradients"]
+            held = {**held, "optimizer": 0}
+        found.append({**one, "bytes": held, "host_bytes": on_host})
     return found
 
 

@@ -29,7 +29,7 @@ from allranks.train.loop import (
     update,
     weighted_losses,
 )
-from allranks.train.optim import set_rate
+from allranks.train.optim import HostOptimizer, set_rate
 from allranks.train.parallelize import (
     batch_norms,
     buffers_unchanged,
@@ -378,6 +378,8 @@ def graph_refused(t: Training) -> str | None:
     cut = t.data.cut
     if t.mesh.world.size > 1:
         return "several ranks exchange gradients"
+    if isinstance(t.optimizer, HostOptimizer):
+        return "optimizer.offload updates on the host"
     if t.scaler is not None:
         return "fp16 looks at its gradients on the host"
     if not t.data.pads:

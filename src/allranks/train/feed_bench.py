@@ -25,7 +25,7 @@ from allranks.machine.allotted import cpus_allotted
 from allranks.run.events import EventLog, to_json
 from allranks.run.folder import write_atomically
 from allranks.tasks import Task
-from allranks.train.build import Rank, build, load_staged_task, seed_everything, training_data
+from allranks.train.build import Rank, build, load_staged_task, training_data
 from allranks.train.data import Batch, Progress, TrainingData
 from allranks.train.loop import Training, seed_dropout
 from allranks.train.mesh import Mesh
@@ -68,7 +68,6 @@ class Bench:
     def measure_loading(self) -> None:
         """How fast data arrive with nothing consuming them."""
         task = load_staged_task(self.job)
-        seed_everything(self.job.seed)
         dataset = task.datasets()["train"]
         usual = self.data_of(dataset, task, self.job.data.num_workers)
         self.found |= {
@@ -90,6 +89,8 @@ class Bench:
 
     def measure_steps(self, t: Training) -> None:
         """How fast steps are on one ready batch, and on what each number of workers loads."""
+        size = t.data.cut.largest  # `auto` is known only now
+        self.job = self.job.model_copy(update={"micro_batch_size": size})
         for number in range(self.repeats):
             self.note("step", None, number, self.step_pace(t, repeated(t.data)))
             for workers in self.workers:

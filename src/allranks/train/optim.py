@@ -28,14 +28,74 @@ def build_optimizer(
     has_kernel = not any(p.is_complex() for p in trained) and not (
         settings.name == "sgd" and is_cut
     )
+    if settings.offload:
+        return HostOptimizer(settings, trained, fused=has_kernel)
+    return make_optimizer(settings, trained, fused=has_kernel, in_graph=in_graph)
+
+
+def make_optimizer(
+    settings: Optimizer, parameters: Sequence[nn.Parameter], *, fused: bool, in_graph: bool = False
+) -> torch.optim.Optimizer:
+    """torch's own, on tensors as they are."""
     common: dict[str, Any] = {
-        "lr": torch.tensor(settings.lr, device=trained[0].device) if in_graph else settings.lr,
+        "lr": torch.tensor(settings.lr, device=parameters[0].device) if in_graph else settings.lr,
         "weight_decay": settings.weight_decay,
-        "fused": has_kernel,
+        "fused": fused,
     }
     if settings.name == "sgd":
-        return torch.optim.SGD(trained, momentum=settings.momentum, **common)
-    return torch.optim.AdamW(trained, betas=settings.betas, capturable=in_graph, **common)
+        return torch.optim.SGD(parameters, momentum=settings.momentum, **common)
+    return torch.optim.AdamW(parameters, betas=settings.betas, capturable=in_graph, **common)
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """Keeps its state in host memory, and updates there: gradients go there, weights come back.
+
+    Its parameters are those on the device. What it updates are copies of this rank's parts of them.
+    """
+
+    def __init__(
+        self, settings: Optimizer, parameters: Sequence[nn.Parameter], *, fused: bool
+    ) -> None:
+        self._weights = [nn.Parameter(on_host(parameter)) for parameter in parameters]
+        self._gradients = [on_host(parameter) for parameter in parameters]
+        self._on_host = make_optimizer(settings, self._weights, fused=fused)
+        super().__init__(parameters, {"lr": settings.lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure is given
+        (group,) = self.param_groups
+        on_device = [local(parameter) for parameter in group["params"]]
+        # The weights too: checkpoints and averages over ranks change those on the device.
+        for parameter, weight, gradient in zip(
+            group["params"], self._weights, self._gradients, strict=True
+        ):
+            weight.copy_(local(parameter), non_blocking=True)
+            weight.grad = None
+            if parameter.grad is not None:
+                weight.grad = gradient.copy_(local(parameter.grad), non_blocking=True)
+        if on_device[0].is_cuda:
+            torch.cuda.current_stream(on_device[0].device).synchronize()
+        set_rate(self._on_host, group["lr"])
+        # Without the hooks of a step: whoever counts steps has seen that this one began.
+        type(self._on_host).step.__wrapped__(self._on_host)  # type: ignore[attr-defined]
+        for weight, part in zip(self._weights, on_device, strict=True):
+            part.copy_(weight, non_blocking=True)
+        if not self.state:
+            self._show_state()
+
+    def _show_state(self) -> None:
+        """Name the state by the parameters on the device, as parts of what those are parts of."""
+        for parameter, weight in zip(self.param_groups[0]["params"], self._weights, strict=True):
+            for key, value in self._on_host.state.get(weight, {}).items():
+                if isinstance(parameter, DTensor) and value.shape == weight.shape:
+                    value = DTensor(value, parameter._spec, requires_grad=False)
+                self.state[parameter][key] = value
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Host memory for this rank's part of a tensor, which a GPU can copy from and to by itself."""
+    part = local(tensor)
+    return torch.zeros_like(part, device="cpu", pin_memory=part.is_cuda, requires_grad=False)
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:

@@ -26,6 +26,7 @@ from allranks.train.choose_step import rules_of
 from allranks.train.compress import plain_bytes
 from allranks.train.data import Progress
 from allranks.train.loop import PeerFailure, Training, train
+from allranks.train.micro_batches import MicroBatches
 
 
 def run(work: Callable[[Rank, Job, torch.device, EventLog], dict[str, Any]]) -> None:
@@ -48,9 +49,17 @@ def run(work: Callable[[Rank, Job, torch.device, EventLog], dict[str, Any]]) -> 
 
 def train_task(me: Rank, job: Job, device: torch.device, log: EventLog) -> dict[str, Any]:
     """Train; return the state, and the totals of this attempt. Collective."""
-    training = build(me, job, device, log, rules=rules_of(job, me.layout, device))
-    started, before = time.perf_counter(), dataclasses.replace(training.progress)
-    state = train(training)
+    rules, micro_batches = rules_of(job, me.layout, device), MicroBatches(me, job)
+    training = None
+    try:
+        training = build(me, job, device, log, rules=rules, micro_batches=micro_batches)
+        started, before = time.perf_counter(), dataclasses.replace(training.progress)
+        state = train(training)
+    except Exception as error:
+        full = micro_batches.after(error, training)
+        if full is None:
+            raise
+        raise full from error
     return {"state": state, **summary(training, time.perf_counter() - started, before)}
 
 
