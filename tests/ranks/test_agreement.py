@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
 
@@ -78,3 +79,15 @@ def test_one_rank_decides_alone_at_once() -> None:
     assert pulse.step(stop=False, save=False, failed=False) == Decision()
     assert pulse.step(stop=True, save=False, failed=False) == Decision(stop=True)
     assert pulse.agree(stop=True, save=True) == Decision(stop=True, save=True)
+
+
+def recorded() -> list[str]:
+    pulse = Pulse(dist.group.WORLD)
+    with torch.profiler.profile() as profile:
+        pulse.agree(stop=False)
+    return [event.name for event in profile.events() if "reduce" in event.name]
+
+
+def test_no_profiler_sees_what_may_end_after_it(tmp_path: Path) -> None:
+    """gloo's threads would write to memory that the profiler has given back."""
+    assert run_ranks(recorded, 2, tmp_path) == [[], []]

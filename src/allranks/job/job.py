@@ -391,11 +391,10 @@ class Job(Section):
     def differences(self, other: Job) -> list[Difference]:
         """The keys whose values differ in the other job."""
         ours, theirs = dict(_flat(self.to_mapping())), dict(_flat(other.to_mapping()))
-        is_moved = self.layout.data_ranks != other.layout.data_ranks
-        grows = is_moved and self.batch_size_per_rank is not None
         keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
         mathematics = {key for key in keys if key.partition(".")[0] in MATHEMATICS} - {OFFLOAD}
-        mathematics |= {"layout"} if grows else set()
+        if self.batch_size_per_rank and self.layout.data_ranks != other.layout.data_ranks:
+            mathematics.add("layout")
         return [Difference(key, ours.get(key), theirs.get(key), key in mathematics) for key in keys]
 
 

@@ -30,7 +30,7 @@ from allranks.probe.recorder import Recorder
 from allranks.probe.sampler import Sampler
 from allranks.run.folder import write_atomically
 from allranks.timing.flops import flops_of
-from allranks.timing.timeline import AFTER, AROUND, DATA, WAIT, Mark
+from allranks.timing.timeline import AFTER, AROUND, BACKWARD, DATA, WAIT, Mark
 from allranks.timing.trace import STEP_MARK, Interval, Trace, read_trace
 from allranks.timing.traced_steps import reduce_trace
 
@@ -45,6 +45,8 @@ MAX_ATTEMPTS = 3
 # What takes this many times as long as a usual step, plus this many seconds, is an evaluation or a
 # checkpoint, of which a profiler might record gigabytes.
 PAUSE, PAUSE_SECONDS = 5, 0.1
+# Not meanwhile: what is exchanged by other threads may not end after the profiler has.
+EXCHANGING = (BACKWARD, WAIT, AROUND)
 MAX_TRACE_BYTES = 1 << 26  # reading more takes seconds
 # A later trace is made whenever the training has lasted this many times as long as at the last one,
 # provided that all later ones together take less than this share of it.
@@ -133,6 +135,8 @@ class Session:
 
     def _look(self, now: float) -> None:
         """Stop if a step takes too long. Called from a signal handler, so it does nothing else."""
+        if self.recorder.timeline.label in EXCHANGING:
+            return
         usual, last = self.usual_seconds, next(reversed(self.ends.values()), self._began)
         if usual is not None and now - last > PAUSE * usual + PAUSE_SECONDS:
             self.end(waits=False)

@@ -8,13 +8,29 @@ same step, and the device is never synchronised for it.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.autograd import _enable_record_function
 
 PERIOD_SECONDS = 0.3
 MAX_STEPS = 100  # between two exchanges, in case steps suddenly get slower
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """A context in which a profiler does not record exchanges: they may end after it has stopped.
+
+    gloo's threads would then write to memory that the profiler has given back (torch 2.13).
+    """
+    _enable_record_function(False)
+    try:
+        yield
+    finally:
+        _enable_record_function(True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +89,8 @@ class Pulse:
         step_seconds = (now - self._started) / max(self._steps, 1)
         numbers = [stop, save, failed, step_seconds, self.ready]
         self._numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
-        self._work = dist.all_reduce(self._numbers, group=self.group, async_op=True)
+        with unrecorded():
+            self._work = dist.all_reduce(self._numbers, group=self.group, async_op=True)
         self._steps = 0
         self._started = now
 

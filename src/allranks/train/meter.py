@@ -13,6 +13,7 @@ from torch import Tensor
 
 from allranks.run.events import SCHEMA_VERSION, EventLog
 from allranks.timing import timeline
+from allranks.train.agreement import unrecorded
 from allranks.train.data import Batch, Progress
 from allranks.train.mesh import Mesh
 
@@ -87,7 +88,8 @@ class Meter:
         self.own.check(self._waiting_step, losses)
         work = None
         if self.ranks.size > 1:
-            work = dist.reduce(losses, dst=0, group=self.ranks.group, async_op=True)
+            with unrecorded():
+                work = dist.reduce(losses, dst=0, group=self.ranks.group, async_op=True)
         if self.ranks.rank == 0:
             arrival = _Arrival(losses, work)
             for index, (late, _) in enumerate(self._waiting):
