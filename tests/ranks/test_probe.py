@@ -251,8 +251,9 @@ def test_compiled_models_and_steps_are_not_compiled_again(tmp_path: Path) -> Non
     assert len(bare.said("compiled")) == 2
     for with_probe, without in zip(probed.said("compiled"), bare.said("compiled"), strict=True):
         now, before = ([int(word) for word in line.split()] for line in (with_probe, without))
-        # The hooks of the update, which the compiler does not look into, break it in two places.
-        assert all(a <= b + 2 for a, b in zip(now, before, strict=True)), (now, before)
+        # The hooks of the update, which the compiler does not look into, break it in two places,
+        # and a trace that lasts meanwhile adds its own.
+        assert all(a <= b + 4 for a, b in zip(now, before, strict=True)), (now, before)
 
 
 def test_a_script_computes_the_same_with_and_without(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from allranks.layout import Layout
 from allranks.run.folder import RunDir
 from allranks.tasks import Task
 from allranks.train import compile_ahead
-from allranks.train.data import MicroBatch
+from allranks.train.data import Cut, MicroBatch
 from allranks.train.fast_step import PARTS, Refused, compare_compiled, losses_in_parts
 from allranks.train.parallelize import buffers_unchanged
 
@@ -143,7 +143,7 @@ def test_a_compiler_that_cannot_be_started_is_no_error(
 ) -> None:
     monkeypatch.setattr(compile_ahead, "cpus_allotted", lambda: 4)
     t: Any = SimpleNamespace(
-        data=SimpleNamespace(num_workers=0),
+        data=SimpleNamespace(num_workers=0, cut=Cut(8, 0, 1)),
         mesh=SimpleNamespace(layout=Layout()),
         device=torch.device("cpu"),
     )

@@ -27,7 +27,7 @@ from allranks.probe.compilers import uncompiled
 from allranks.probe.graphs import Graphs, in_tf32
 from allranks.probe.profilers import Profilers, export
 from allranks.probe.recorder import Recorder
-from allranks.probe.sampler import Sampler
+from allranks.probe.sampler import Sampler, folder_of_torch
 from allranks.run.folder import write_atomically
 from allranks.timing.flops import flops_of
 from allranks.timing.timeline import AFTER, AROUND, BACKWARD, DATA, WAIT, Mark
@@ -45,7 +45,8 @@ MAX_ATTEMPTS = 3
 # What takes this many times as long as a usual step, plus this many seconds, is an evaluation or a
 # checkpoint, of which a profiler might record gigabytes.
 PAUSE, PAUSE_SECONDS = 5, 0.1
-# Not meanwhile: what is exchanged by other threads may not end after the profiler has.
+LONGEST_PAUSE = 2.0  # seconds that are worth reading
+# Not meanwhile: what other threads exchange must not end after the profiler.
 EXCHANGING = (BACKWARD, WAIT, AROUND)
 MAX_TRACE_BYTES = 1 << 26  # reading more takes seconds
 # A later trace is made whenever the training has lasted this many times as long as at the last one,
@@ -78,6 +79,7 @@ class Session:
         self.is_last = is_last  # no other follows even if this one is interrupted
         self.ends: dict[int, float] = {}  # of the traced steps
         self.made: Any = None  # what has been traced, once it has ended
+        self.is_too_large = False  # whether something long, such as compiling, is in it
         self.is_before_graph = False  # whether it ended because a CUDA graph was captured
         self._began = 0.0
         self._start_seconds = 0.0
@@ -135,10 +137,11 @@ class Session:
 
     def _look(self, now: float) -> None:
         """Stop if a step takes too long. Called from a signal handler, so it does nothing else."""
-        if self.recorder.timeline.label in EXCHANGING:
-            return
         usual, last = self.usual_seconds, next(reversed(self.ends.values()), self._began)
-        if usual is not None and now - last > PAUSE * usual + PAUSE_SECONDS:
+        if usual is None or now - last <= PAUSE * usual + PAUSE_SECONDS:
+            return
+        if self.recorder.timeline.label not in EXCHANGING and not is_within_torch():
+            self.is_too_large = now - last > LONGEST_PAUSE
             self.end(waits=False)
 
     def reduce(self, trace: Trace) -> dict[str, Any]:
@@ -292,7 +295,7 @@ class Tracer:
         if session.is_before_graph:  # the steps that it replays are not like these
             self._try_again(step, GRAPHS)
             return
-        if session.num_steps < LEAST_STEPS:
+        if session.num_steps < LEAST_STEPS or session.is_too_large:
             self._try_again(step, INTERRUPTED)
             return
         collects = gc.isenabled()
@@ -353,6 +356,19 @@ class Tracer:
             self._session.close()
             self._session = None
         self._start_after, self._last_end = None, 0.0
+
+
+def is_within_torch() -> bool:
+    """Whether torch is at work: its profiler must not stop in the middle of noting an operator.
+
+    Compilers, for example, run Python code while an operator's inputs are noted.
+    """
+    folder, frame = folder_of_torch(), sys._getframe()
+    while not frame.f_code.co_filename.startswith(folder):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def num_steps(seconds: float) -> int:
