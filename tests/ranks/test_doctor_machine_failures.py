@@ -168,7 +168,7 @@ def test_a_rank_killed_beside_somebody_who_ate_the_memory(
 def test_a_disk_that_a_task_fills_with_its_checkpoints(
     allranks: Allranks, tmp_path: Path, layout: str
 ) -> None:
-    with small_disk(tmp_path / "disk", "160k") as disk:
+    with small_disk(tmp_path / "disk", "176k") as disk:
         words = ["--runs", str(disk), "--layout", layout, "--oversubscribe"]
         task = ["task=spiral", "steps=600", "checkpoint.every=50", "checkpoint.keep=99"]
         done = allranks("run", *task, *words)
