@@ -1,4 +1,4 @@
-"""Asks a process that imports torch about the models of jobs: it would take this one seconds."""
+"""Asks a process that imports torch about the models of jobs: importing it takes seconds."""
 
 from __future__ import annotations
 

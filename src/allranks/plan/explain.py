@@ -1,4 +1,4 @@
-"""Shows what each rank of a layout would hold and send, as the process that tried it found."""
+"""Shows what each rank of a layout would hold and send, as found by the process that tried it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def shown_axes(layout: Layout) -> list[str]:
 
 
 def picture(layout: Layout, kinds: Sequence[Found], width: int) -> list[str]:
-    """Each node as a box of its ranks, with their numbers along the axes; likes are left out."""
+    """Each node as a box of its ranks, with their places along the axes; of many, some are left out."""
     cell = max(CELL, len(str(layout.ranks - 1)) + 2)
     per_row = _per_row(layout.gpus, (width - LABEL - 4) // cell)
     kind_of = {rank: kind["kind"] for kind in kinds for rank in kind["ranks"]}

@@ -42,7 +42,7 @@ TYPES = {
 
 
 def export(run: RunDir, path: Path, step: int | None = None) -> dict[str, Any]:
-    """Write the weights of a run's newest checkpoint, or of that of a step; what was written."""
+    """Write the weights of a run's newest checkpoint, or of one step; return what was written."""
     if path.exists():
         raise AllranksError(f"{path} exists already", fix="remove it, or write to another file")
     if not path.parent.is_dir():
