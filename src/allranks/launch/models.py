@@ -30,8 +30,8 @@ def explain(job: Job) -> dict[str, Any]:
     answer = _ask("explain", _as_text([job]), None)
     if answer is None:
         raise AllranksError(
-            "the process that was to try the model died",
-            fix="look for its words above; a killed one may need more memory",
+            "the process that was trying the model died",
+            fix="look for its message above; if it was killed, it may need more memory",
             exit_code=1,
         )
     found: dict[str, Any] = answer[0]

@@ -64,8 +64,8 @@ def count_once(records: Mapping[int, RankRecord]) -> None:
         who = set[int]().union(*(unknown.get(rank, ()) for rank in members))
         if who and before.samples != "unknown":
             how = "once" if who <= {*members} else "for each rank"
-            why = f"{ranks_in_words(who)} exchange activations, and whether they work on the same "
-            why += f"samples was not seen: counted {how}"
+            why = f"{ranks_in_words(who)} exchange activations, but may or may not work on "
+            why += f"the same samples: counted {how}"
             doubt = {"samples": "about", "epochs": before.epochs, "why": why}
             records[counting].others["counted"].append(doubt)
 

@@ -201,7 +201,7 @@ class MeasuredStep:
         if not works:
             self.refused[form] = why or "it does not work on another rank"
         if why:
-            print(f"note: compile: auto does not use the step {form}: {why}")
+            print(f"note: compile: auto does not use the form {form}: {why}")
         clear_gradients(t)
         seed_dropout(t, t.progress.step + 1)
         self._batch = self._with(micros)
@@ -265,7 +265,7 @@ class MeasuredStep:
         t.pulse.ready = t.pulse.all_ready = False
         failed = {0: "", OUT_OF_MEMORY: "not enough memory"}.get(child.poll() or 0, "it failed")
         if failed:
-            print(f"note: compile: auto does not use the step compiled: {failed}: compile-*.log")
+            print(f"note: compile: auto does not compile: {failed}: see compile-*.log")
         if not smallest(t, float(not failed)):  # collective
             why = failed or "it failed on another node"
             self.refused[COMPILED] = f"not compiled beside the training: {why}"

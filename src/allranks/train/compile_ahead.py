@@ -127,7 +127,7 @@ def start(t: Training, run: RunDir, log: Path, ranks_here: int, local_rank: int)
     share = 1.0
     if t.device.type == "cuda":
         if is_exclusive(t.device):
-            return "the GPU takes one process only"
+            return "the GPU allows only one process"
         room = room_on_gpu(t.device)
         if isinstance(room, str):
             return room

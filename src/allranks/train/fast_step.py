@@ -264,7 +264,7 @@ class CudaGraph:
         free, _ = torch.cuda.mem_get_info(self.device)
         if free >= self._step_bytes:
             return None
-        return f"a step takes {self._step_bytes >> 20:,} MiB beside it, {free >> 20:,} are free"
+        return f"a step needs {self._step_bytes >> 20:,} MiB beside it, {free >> 20:,} MiB are free"
 
 
 class GraphStep:
@@ -381,7 +381,7 @@ def graph_refused(t: Training) -> str | None:
     if isinstance(t.optimizer, HostOptimizer):
         return "optimizer.offload updates on the host"
     if t.scaler is not None:
-        return "fp16 looks at its gradients on the host"
+        return "fp16 checks its gradients on the host"
     if not t.data.pads:
         return "batches differ in shape"
     if len(cut.micro_batches(0, cut.batch_size)) > MOST_MICRO_BATCHES:

@@ -169,7 +169,7 @@ class MicroBatches:
         return AllranksError(
             f"out of memory with micro-batches of {now}: "
             f"{'trying' if is_trial else 'going on with'} {smaller}",
-            fix=f"if it has not gone on by itself: {self.me.run.resume_command}",
+            fix=f"if it does not go on by itself: {self.me.run.resume_command}",
             exit_code=1,
         )
 

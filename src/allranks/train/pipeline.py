@@ -66,8 +66,8 @@ def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
     if not blocks:
         raise AllranksError(
             f"the layout has pp, but {name} does not say of which blocks its model is a chain",
-            fix=f"write fsdp in place of pp, which divides any model, or a method blocks(model) in "
-            f"{name} that returns them as a list",
+            fix="write fsdp in place of pp, since fsdp divides any model, or add a method "
+            f"blocks(model) to {name} that returns them as a list",
         )
     inside = {id(p) for block in blocks for p in block.parameters()}
     outside = [key for key, p in model.named_parameters() if id(p) not in inside]
@@ -472,7 +472,7 @@ class Passed:
     def of(cls, tensors: tuple[Tensor, ...]) -> Passed:
         if any(not isinstance(tensor, Tensor) for tensor in tensors):
             raise AllranksError(
-                "a block returned something else than a tensor or a tuple of tensors",
+                "a block returned something other than a tensor or a tuple of tensors",
                 fix="let every block but the last return tensors, which can be sent to the next "
                 "stage of a pipeline",
             )
