@@ -68,7 +68,7 @@ class Layout:
         return self.fsdp, self.tp, self.pp
 
     def axis_beyond(self, smaller: Layout) -> str | None:
-        """The one axis in which this layout is larger, if it is the same in all the others."""
+        """The one axis along which this layout is larger, if all others are equal."""
         larger = [axis for axis in AXES if getattr(self, axis) != getattr(smaller, axis)]
         is_one = len(larger) == 1 and getattr(self, larger[0]) > getattr(smaller, larger[0])
         return larger[0] if is_one else None
@@ -116,7 +116,7 @@ class Layout:
                 )
 
     def _refuse_axes(self) -> NoReturn:
-        """The axes do not divide the ranks, or take another number of them."""
+        """Refuse axes that do not divide the ranks, or take another number of them."""
         whole, ranks, replica = Layout(self.nodes, self.gpus), self.ranks, self._ranks_per_replica
         product = f"fsdp={self.fsdp} x tp={self.tp} x pp={self.pp}"
         sizes = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) > (axis != "dp")}
@@ -178,9 +178,9 @@ def split_layouts(text: str, what: str) -> list[str]:
 
 
 def place_in_words(layout: object, ranks: Iterable[int]) -> str:
-    """Where ranks are in a layout that divides the model, as far as all of them are there.
+    """Where ranks are in a layout that divides the model, as far as they share that place.
 
-    For example `stage 1, shard 0`. `layout`: as text, from a run's files; empty if it is none.
+    For example `stage 1, shard 0`; empty if `layout`, as text from a run's files, is none.
     """
     try:
         whole = Layout.parse(str(layout).partition("@")[0])
@@ -227,7 +227,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _first_number(text: str) -> int:
-    """What may have been meant by what is no positive integer."""
+    """What may have been meant by a word that is no positive integer."""
     match = re.search(r"[1-9][0-9]*", text)
     return _bounded_int(match[0]) if match else 1
 

@@ -112,7 +112,7 @@ def test_what_is_typed() -> None:
         read_methods("bf16,zip")
     with pytest.raises(AllranksError, match="not a list of numbers"):
         read_batch_sizes("8,x")
-    with pytest.raises(AllranksError, match="layout 1x1 has one of them"):
+    with pytest.raises(AllranksError, match="layout 1x1 has only one"):
         check(load_job(None))
     with pytest.raises(AllranksError, match="bench comm-opt is for tasks"):
         check(load_job(None, command=["python", "train.py"], layout="1x2"))

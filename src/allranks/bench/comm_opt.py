@@ -1,4 +1,4 @@
-"""`bench comm-opt`: a job with each way of sending less between ranks, beside plain DDP.
+"""`bench comm-opt`: a job with each way of sending less between ranks, and with plain DDP.
 
 The runs see the same samples in the same order from the same weights, so their losses differ only
 by the method.
@@ -105,7 +105,7 @@ def check(job: Job) -> None:
     if job.layout.dp < 2:
         raise AllranksError(
             f"bench comm-opt compares what data-parallel ranks send, and layout {job.layout} "
-            "has one of them",
+            "has only one",
             fix="add --layout 1x2",
         )
 

@@ -1,4 +1,4 @@
-"""Which tp a model can have: a rule on plain facts about it, so that no rank has to find out."""
+"""Which tp a model can have, by plain facts about it, so that no rank has to find out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelFacts:
 
 
 def check_tp(layout: Layout, facts: ModelFacts) -> None:
-    """Refuse a layout whose tp the model cannot have, with those that it can have."""
+    """Refuse a layout whose tp the model cannot have; the error names those that it can have."""
     if not facts.can_have_tp(layout.tp):
         fixes = [f"write --layout {near}" for near in nearest(layout, facts)]
         what = f"layout {layout}: {why_not(layout.tp, facts)}"

@@ -7,13 +7,13 @@ from allranks.job.job import Job
 from allranks.layout import Layout
 
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
-MICRO_BATCHES_PER_STAGE = 4  # unless the job says: a fifth of the time is then spent waiting
+MICRO_BATCHES_PER_STAGE = 4  # unless the job says: less than a fifth of the time is spent waiting
 
 
 def num_micro_batches(job: Job, layout: Layout, batch_size: int) -> int:
     """How many micro-batches a rank's share of the batch is cut into. Raises AllranksError.
 
-    As the job says, or what keeps the stages busy, as far as the batch allows.
+    As many as the job says, or enough to keep the stages busy, as far as the batch allows.
     """
     schedule, wanted, size = job.pipeline.schedule, job.pipeline.micro_batches, job.micro_batch_size
     if schedule == "zero-bubble":
@@ -55,7 +55,7 @@ def _in_rounds(number: int, num_ranks: int, schedule: str) -> bool:
 def check_stages(layout: Layout, schedule: str, num_blocks: int) -> int:
     """How many stages the layout has. Raises AllranksError if there are not enough blocks.
 
-    `num_blocks` counts those that have weights: the others stay with the one before.
+    `num_blocks` counts the blocks with weights: the others stay with the one before.
     """
     num_stages = layout.pp * STAGES_PER_RANK[schedule]
     if num_stages <= num_blocks:

@@ -1,4 +1,4 @@
-"""Asks a process that imports torch about the models of jobs: it would take this one seconds."""
+"""Asks a process that imports torch about the models of jobs: importing it takes seconds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def explain(job: Job) -> dict[str, Any]:
     answer = _ask("explain", _as_text([job]), None)
     if answer is None:
         raise AllranksError(
-            "the process that was to try the model died",
-            fix="look for its words above; a killed one may need more memory",
+            "the process that was trying the model died",
+            fix="look for its message above; if it was killed, it may need more memory",
             exit_code=1,
         )
     found: dict[str, Any] = answer[0]

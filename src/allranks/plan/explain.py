@@ -1,4 +1,4 @@
-"""Shows what each rank of a layout would hold and send, as the process that tried it found."""
+"""Shows what each rank of a layout would hold and send, as found by the process that tried it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def explain(prepared: Prepared) -> dict[str, Any]:
     job = prepared.job
     if job.command is not None:
         raise AllranksError(
-            "explain knows the models of tasks only: what a script does shows when it runs",
+            "explain works only for tasks: what a script does is not known before it runs",
             fix="measure it: allranks bench scaling --layouts 1x1,1x2 -- YOUR COMMAND; "
             "or make it a task: docs/how-to/own-task.md",
         )
     checks.check_supported(job)
     if job.compress is not None:
         raise AllranksError(
-            f"explain does not know what compress {job.compress.name} makes ranks send",
+            f"explain does not know what ranks send with compress {job.compress.name}",
             fix="write compress=null; or measure it: allranks bench comm-opt",
         )
     found = models.explain(job)
@@ -74,7 +74,7 @@ def shown_axes(layout: Layout) -> list[str]:
 
 
 def picture(layout: Layout, kinds: Sequence[Found], width: int) -> list[str]:
-    """Each node as a box of its ranks, with their numbers along the axes; likes are left out."""
+    """Each node as a box of its ranks, with their places along the axes; of many, some left out."""
     cell = max(CELL, len(str(layout.ranks - 1)) + 2)
     per_row = _per_row(layout.gpus, (width - LABEL - 4) // cell)
     kind_of = {rank: kind["kind"] for kind in kinds for rank in kind["ranks"]}

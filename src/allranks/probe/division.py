@@ -72,7 +72,7 @@ class Division:
             self._write(ranks, exchange, sums)
 
     def look_at_axes(self, optimizer: Any) -> None:
-        """Look at how the parameters are divided, which torch's distributed tensors say."""
+        """Look at how the parameters are divided, as torch's distributed tensors (DTensor) say."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             mesh = getattr(parameter, "device_mesh", None)
             for dim, name in enumerate(getattr(mesh, "mesh_dim_names", None) or ()):
@@ -133,7 +133,7 @@ def hook_peers(division: Division) -> None:
 
 
 def hook_functional(division: Division) -> None:
-    """Look at the exchanges of models that torch divides, if the script has one."""
+    """Look at the exchanges of models that torch divides, if the script has such a model."""
     functional: Any = sys.modules.get("torch.distributed._functional_collectives")
     for name, original in list(vars(functional).items()) if functional is not None else ():
         if not (name.startswith(FUNCTIONAL) and inspect.isfunction(original)):

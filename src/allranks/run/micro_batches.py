@@ -1,6 +1,6 @@
-"""How many micro-batches a rank's share of a batch is cut into, so that its memory is enough.
+"""How many micro-batches a rank's share of a batch is cut into, so that it fits in memory.
 
-What is known of it is kept in the run's folder, where the next attempt and the launcher read it.
+It is kept in the run's folder, where the next attempt and the launcher read it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ FILE = "micro_batches.json"
 
 
 def counts_for(share: int) -> list[int]:
-    """The numbers of micro-batches that are worth trying: the least for each size."""
+    """The numbers of micro-batches that are worth trying: the smallest for each size."""
     return sorted({-(-share // size) for size in range(1, share + 1)})
 
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """For the least number of micro-batches that fits: doubled until one does, then bisected."""
+    """Searches the smallest number of micro-batches that fits: doubling, then bisection."""
 
     about: str  # what it holds for: the layout, the batch, the device
     counts: Sequence[int]  # that are possible, in ascending order
@@ -34,7 +34,7 @@ class Search:
 
     @property
     def next(self) -> int | None:
-        """What to try; None if the search is over: it has found `enough`, or that nothing is."""
+        """What to try; None if the search is over: `enough` is found, or nothing fits."""
         if self.too_few < self.guess and self.enough is None:
             return self.guess
         between = [n for n in self.counts if self.too_few < n < (self.enough or n + 1)]
@@ -51,9 +51,9 @@ class Search:
             self.too_few = count - 1 if count == self.guess else self.too_few
 
     def ran_out(self, count: int) -> int | None:
-        """What to train with after so many were too few in training; None if nothing is left.
+        """What to train with after `count` were too few in training; None if nothing is left.
 
-        Half the size, without a search: a trial has not shown it.
+        Half the size, without a search: trials had not shown that this many are too few.
         """
         more = [n for n in self.counts if n > count]
         if not more:
@@ -63,12 +63,12 @@ class Search:
         return self.enough
 
     def keep(self, run: RunDir, ended: int | None = None) -> None:
-        """Write what is known; `ended`: the attempt that ends, to be continued with more."""
+        """Write what is known; `ended`: the attempt that ends, to go on with more of them."""
         known = {"about": self.about, "too_few": self.too_few, "enough": self.enough}
         write_atomically(run.path / FILE, json.dumps({**known, "ended": ended}) + "\n")
 
     def resume(self, run: RunDir) -> None:
-        """Take over what earlier attempts have found, if it was about the same."""
+        """Take over what earlier attempts found, if it was about the same thing."""
         kept = _read(run)
         if kept.get("about") == self.about:
             with suppress(KeyError, TypeError, ValueError):

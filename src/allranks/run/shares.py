@@ -1,7 +1,7 @@
 """Which ranks of a script compute one copy of its model together, so that samples count once.
 
-Ranks that exchange activations do, if they read the same samples: those of a tensor, a pipeline or
-a sequence that is divided. Experts exchange activations of different samples, and ranks that read
+Ranks that exchange activations do, if they read the same samples: they divide tensors, a pipeline
+or a sequence. Experts exchange activations of different samples, and ranks that read
 the same samples without such exchanges do the same work twice, by mistake.
 """
 
@@ -49,7 +49,7 @@ def first_batches(prints: Fingerprints, key: str) -> tuple[Any, ...] | None:
 def count_once(records: Mapping[int, RankRecord]) -> None:
     """Leave the samples of ranks that compute one copy of the model to one of them.
 
-    It is the first that has a loader. A task's ranks write their counts like that themselves.
+    That one is the first with a loader. A task's ranks write their counts like this themselves.
     """
     prints = {rank: fingerprints(record) for rank, record in records.items()}
     share, unknown = shares(records, prints)
@@ -64,8 +64,8 @@ def count_once(records: Mapping[int, RankRecord]) -> None:
         who = set[int]().union(*(unknown.get(rank, ()) for rank in members))
         if who and before.samples != "unknown":
             how = "once" if who <= {*members} else "for each rank"
-            why = f"{ranks_in_words(who)} exchange activations, and whether they work on the same "
-            why += f"samples was not seen: counted {how}"
+            why = f"{ranks_in_words(who)} exchange activations, but may or may not work on "
+            why += f"the same samples: counted {how}"
             doubt = {"samples": "about", "epochs": before.epochs, "why": why}
             records[counting].others["counted"].append(doubt)
 
@@ -73,11 +73,11 @@ def count_once(records: Mapping[int, RankRecord]) -> None:
 def shares(
     records: Mapping[int, RankRecord], prints: Mapping[int, Fingerprints]
 ) -> tuple[dict[int, int], dict[int, set[int]]]:
-    """The first rank of those that each one shares its samples with; and of whom that is unknown.
+    """For each rank, the first of those that share its samples; and for whom that is unknown.
 
-    Activations are summed, or passed on, for the same samples alone: a rank without a loader is
-    given what the others read. The first stage of a pipeline may read the inputs, and the last one
-    the labels: then only their indices agree.
+    Activations are summed, or passed on, only for the same samples: a rank without a loader is
+    taken to read what the others read. The first stage of a pipeline may read the inputs, and the
+    last one the labels: then only their indices agree.
     """
     share, unknown = {rank: rank for rank in records}, dict[int, set[int]]()
     content, indices = (
@@ -103,7 +103,7 @@ def shares(
 
 
 def groups(records: Mapping[int, RankRecord], *, sums: bool) -> list[set[int]]:
-    """The groups of ranks that exchange activations, and do or do not sum them or pass them on."""
+    """The groups of ranks that exchange activations: those that sum or pass them on, or others."""
     events = (event for record in records.values() for event in record.others["divided"])
     found = {frozenset(each["ranks"]) for each in events if bool(each.get("sums")) == sums}
     return [{*ranks} & {*records} for ranks in sorted(found, key=sorted)]
@@ -119,7 +119,7 @@ def joined(found: list[set[int]]) -> list[set[int]]:
 
 
 def join_equal(share: dict[int, int], ranks: set[int], key: Mapping[int, Any]) -> None:
-    """Let those of the ranks whose key is the same share their samples."""
+    """Let the ranks with equal keys share their samples."""
     equal: dict[Any, set[int]] = {}
     for rank in ranks:
         if key[rank] is not None:

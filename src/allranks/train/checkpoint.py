@@ -318,8 +318,8 @@ def _names_of_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise AllranksError(
-                f"the model's state dict has {name}, a {type(value).__name__}: a checkpoint has "
-                "nothing but tensors",
+                f"the model's state dict has {name}, a {type(value).__name__}: a checkpoint "
+                "holds only tensors",
                 fix="make a tensor of it, or leave it out of the state dict",
             )
         found.setdefault(id(value), (value, []))[1].append(name)

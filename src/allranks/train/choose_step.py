@@ -1,9 +1,9 @@
-"""`compile: auto`: trains at once, and goes over to the form of the step that is measured fastest.
+"""`compile: auto`: trains at once, and switches to the form of the step that is measured fastest.
 
 The plain step is timed, then replayed as a CUDA graph and timed again; meanwhile a process of its
 own compiles into the shared cache, so that the ranks can take the compiled step from there in
-seconds. All ranks decide the same at the same step. What was decided is kept in the run's folder
-and its checkpoints: a resumed run changes over at the same steps, and so computes the same bits.
+seconds. All ranks decide the same at the same step. The decisions are kept in the run's folder and
+in its checkpoints: a resumed run switches at the same steps, and so computes the same bits.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Rules:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """Which form the step has had since when, in all attempts of a run on one kind of machine."""
+    """Which form was used from which step on, in all attempts of a run on one kind of machine."""
 
     layout: str
     device: str
@@ -85,7 +85,7 @@ class Record:
         return [form for first, form in self.forms if first <= step][-1]
 
     def switch(self, step: int, form: str) -> None:
-        """The form from a step on; what an earlier attempt did from there on is no longer true."""
+        """Set the form from a step on; drop what an earlier attempt recorded from there on."""
         self.forms = [*((first, was) for first, was in self.forms if first < step), (step, form)]
 
 
@@ -154,7 +154,7 @@ class MeasuredStep:
     def _try_form(
         self, t: Training, form: str, seconds: dict[str, float]
     ) -> Generator[None, None, None]:
-        """Change over to a form, if it works here, and time it."""
+        """Switch to a form, if it works here, and time it."""
         if form.endswith(GRAPH) and (
             self.rules.make_graph is None
             or t.last_step - t.progress.step < self.rules.graph_pays
@@ -166,7 +166,7 @@ class MeasuredStep:
             seconds[form] = yield from self._time(t)
 
     def _settle_on_fastest(self, t: Training, seconds: dict[str, float]) -> None:
-        """Change over to the fastest form: the plainest of those that are about as fast."""
+        """Switch to the fastest form, or to a plainer one that is about as fast."""
         least = min(seconds.values()) * self.rules.least_gain
         fastest = next(form for form in FORMS if seconds.get(form, math.inf) <= least)
         if fastest != self.form and self._use(t, fastest):
@@ -174,7 +174,7 @@ class MeasuredStep:
         self._report(t, seconds)
 
     def _use(self, t: Training, form: str) -> bool:
-        """Make the next step in this form, unless it does not work on some rank. Collective."""
+        """Use this form from the next step on, unless it fails on some rank. Collective."""
         began = perf_counter()
         was_compiled, is_compiled = (one.startswith(COMPILED) for one in (self.form, form))
         step, why = one_step, ""
@@ -201,7 +201,7 @@ class MeasuredStep:
         if not works:
             self.refused[form] = why or "it does not work on another rank"
         if why:
-            print(f"note: compile: auto does not use the step {form}: {why}")
+            print(f"note: compile: auto does not use the form {form}: {why}")
         clear_gradients(t)
         seed_dropout(t, t.progress.step + 1)
         self._batch = self._with(micros)
@@ -236,7 +236,7 @@ class MeasuredStep:
         return mean(t, seconds / count)  # collective
 
     def _compiler_is_ready(self, t: Training, seconds: float) -> Generator[None, None, bool]:
-        """Whether to compile now: once it was done ahead, or if waiting for it pays. Collective."""
+        """Whether to compile now: the child is done, or waiting for it pays. Collective."""
 
         def pays(least: float) -> bool:
             return (t.last_step - t.progress.step) * seconds >= least
@@ -265,7 +265,7 @@ class MeasuredStep:
         t.pulse.ready = t.pulse.all_ready = False
         failed = {0: "", OUT_OF_MEMORY: "not enough memory"}.get(child.poll() or 0, "it failed")
         if failed:
-            print(f"note: compile: auto does not use the step compiled: {failed}: compile-*.log")
+            print(f"note: compile: auto does not compile: {failed}: see compile-*.log")
         if not smallest(t, float(not failed)):  # collective
             why = failed or "it failed on another node"
             self.refused[COMPILED] = f"not compiled beside the training: {why}"
@@ -342,7 +342,7 @@ def rules_of(job: Job, layout: Layout, device: torch.device) -> Rules | None:
 
 
 def set_choosing(on: bool) -> None:
-    """Tell a benchmark, which counts steps only once they are as fast as they will be."""
+    """Tell a benchmark, which counts steps only once their form is final."""
     if timeline.current is not None:
         timeline.current.is_choosing = on
 
@@ -357,12 +357,12 @@ def settle(device: torch.device) -> None:
 
 
 def mean(t: Training, value: float) -> float:
-    """Over all ranks. Collective."""
+    """The mean of all ranks' values. Collective."""
     return agreed(t, value, dist.ReduceOp.SUM) / t.mesh.world.size
 
 
 def smallest(t: Training, value: float) -> float:
-    """Of all ranks. Collective."""
+    """The smallest of all ranks' values. Collective."""
     return agreed(t, value, dist.ReduceOp.MIN)
 
 
@@ -375,6 +375,6 @@ def agreed(t: Training, value: float, how: Any) -> float:
 
 
 def in_a_line(error: BaseException) -> str:
-    """What went wrong. A compiler names the user's error in its second line."""
+    """An error in one line. A compiler names the user's error in its second line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join([f"{type(error).__name__}:", *lines[:2]])[:300]

@@ -1,7 +1,7 @@
 """Compiles a task's step beside its training, into the cache from which the ranks then take it.
 
-A rank of each node starts `python -m allranks.train.compile_ahead` with its own environment. What
-this process lacks, cores or memory, it must not take from the training: it is the first to go.
+A rank of each node starts `python -m allranks.train.compile_ahead` with its own environment. It
+must not take cores or memory from the training: if these run out, it is the first to be ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMPILED_FROM = {
 
 @dataclass(frozen=True, slots=True)
 class CompileCost:
-    """What it takes to compile a job's step from this machine's cache, as measured before."""
+    """How long compiling a job's step from this machine's cache takes, as measured before."""
 
     file: Path | None  # in the cache: it is gone when that is
 
@@ -58,7 +58,7 @@ class CompileCost:
         return cls(Path(cache, f"allranks-{key[:32]}.json") if cache else None)
 
     def seconds(self) -> float:
-        """Infinite if it is not known."""
+        """The time it takes; infinite if it is not known."""
         if self.file is not None:
             with suppress(OSError, ValueError, TypeError, KeyError):
                 return float(json.loads(self.file.read_text())["seconds"])
@@ -66,7 +66,7 @@ class CompileCost:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note how long compiling in here takes, without what the cache will save next time."""
+        """A context that notes how long compiling takes, less what the cache will save."""
         began = time.perf_counter() - saved_by_cache()
         yield
         seconds = time.perf_counter() - saved_by_cache() - began
@@ -77,7 +77,7 @@ class CompileCost:
 
 
 def saved_by_cache() -> float:
-    """Seconds that this process has spent on what torch's compiler keeps in its cache."""
+    """Seconds that this process has spent on making what torch's compiler caches."""
     from torch._dynamo.utils import calculate_time_spent
 
     return float(calculate_time_spent().get("compile_fx_inner", 0.0))
@@ -108,7 +108,7 @@ class Compiler:
 
 
 class NothingToDo:
-    """On a rank whose node has another rank that compiles."""
+    """Stands for the child on a rank whose node has another rank that compiles."""
 
     def poll(self) -> int:
         return 0
@@ -118,7 +118,7 @@ class NothingToDo:
 
 
 def start(t: Training, run: RunDir, log: Path, ranks_here: int, local_rank: int) -> Child | str:
-    """Start to compile in a process of its own; or why there is no room for it."""
+    """Start a process that compiles; or return why there is no room for it."""
     if local_rank > 0:
         return NothingToDo()
     spare = cpus_allotted() - ranks_here * (1 + t.data.num_workers)
@@ -127,7 +127,7 @@ def start(t: Training, run: RunDir, log: Path, ranks_here: int, local_rank: int)
     share = 1.0
     if t.device.type == "cuda":
         if is_exclusive(t.device):
-            return "the GPU takes one process only"
+            return "the GPU allows only one process"
         room = room_on_gpu(t.device)
         if isinstance(room, str):
             return room
@@ -159,7 +159,7 @@ def spawn(run: RunDir, layout: Layout, asked: dict[str, Any], log: Path, cores: 
 
 
 def is_exclusive(device: torch.device) -> bool:
-    """Whether a GPU takes no second process."""
+    """Whether a GPU allows only one process."""
     with nvml() as pynvml:
         if pynvml is None:
             return False
@@ -204,7 +204,7 @@ def main() -> None:
 
 
 def devices(ranks: int) -> list[torch.device]:
-    """Those of this node's ranks: what is compiled for one GPU is not found for another."""
+    """The devices of this node's ranks: what is compiled for one GPU is not found for another."""
     if not torch.cuda.is_available():
         return [torch.device("cpu")]
     return [torch.device("cuda", n) for n in range(min(ranks, torch.cuda.device_count()))]

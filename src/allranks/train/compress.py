@@ -1,4 +1,4 @@
-"""Less communication: gradients compressed in DDP's exchange, or weights averaged now and then.
+"""Less communication: gradients compressed in DDP's exchange, or weights averaged every few steps.
 
 Both count the bytes that this rank sends where they are handed to a collective: times 2 (n - 1) / n
 in an all-reduce over n ranks and n - 1 in an all-gather, which is what a ring sends.
@@ -85,7 +85,7 @@ class Wire:
 
 
 def reduced_bytes(num_bytes: int, num_ranks: int) -> int:
-    """What each rank of a ring sends to all-reduce so many bytes."""
+    """The bytes that each rank of a ring sends to all-reduce `num_bytes` bytes."""
     return num_bytes * 2 * (num_ranks - 1) // num_ranks
 
 
@@ -113,7 +113,7 @@ def plain_bytes(model: nn.Module, ranks: Ranks) -> int:
 
 
 class Compression:
-    """What the loop calls of either kind; what a kind has no use for does nothing."""
+    """What the loop calls, whatever the method; what a method has no use for does nothing."""
 
     def __init__(self, settings: Compress, ranks: Ranks) -> None:
         self.settings = settings
@@ -133,11 +133,11 @@ class Compression:
         """Average for a checkpoint what is not the same on all ranks. Collective."""
 
     def divide(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        """What all ranks have alike, of which each saves a share; and what this one alone has."""
+        """What is the same on all ranks, which each save a share of; and what only this one has."""
         raise NotImplementedError
 
     def load(self, commit: Commit, num_ranks: int) -> None:
-        """Take over what a checkpoint of so many ranks has; the model is already loaded."""
+        """Take over the state in a checkpoint of `num_ranks` ranks; the model is already loaded."""
         raise NotImplementedError
 
 
@@ -261,10 +261,10 @@ class CompressedGradients(Compression):
 
 
 class AveragedWeights(Compression):
-    """Every rank trains by itself, with its own optimizer state; now and then all weights meet.
+    """Every rank trains by itself, with its own optimizer state; every few steps, weights meet.
 
-    `local-sgd` replaces them by their mean. `diloco` takes the way from the last meeting to that
-    mean as a gradient, for a step of SGD with Nesterov momentum that all ranks make alike.
+    `local-sgd` replaces them by their mean. `diloco` takes the change from the last meeting to that
+    mean as a gradient, for a step of SGD with Nesterov momentum that is the same on all ranks.
     Buffers, such as BatchNorm's statistics, are averaged.
     """
 
@@ -373,7 +373,7 @@ class AveragedWeights(Compression):
 
 
 def _of_rank(commit: Commit, kind: str, ranks: Ranks, num_ranks: int) -> Tensors:
-    """This rank's tensors of a kind, by name; with another number of ranks, the mean of all."""
+    """This rank's tensors of a kind, by name; saved by another number of ranks, their mean."""
     found: Tensors = {}
     numbers = [ranks.rank] if num_ranks == ranks.size else range(num_ranks)
     for number in numbers:

@@ -99,7 +99,7 @@ class Held:
 
 
 class SavedTensors:
-    """Counts the bytes that the backward pass needs of the forward pass, and their largest sum.
+    """Counts the bytes that are kept for the backward pass, and their largest sum.
 
     Each storage counts once, and parameters do not: they are there anyway.
     """
@@ -210,7 +210,7 @@ class Exchanges(TorchDispatchMode):
             self.sent[Sent(kind, axis, size, max(sizes), when)] += self.times
 
     def _axis(self, group: dist.ProcessGroup) -> tuple[str, int]:
-        """The axes along which a group's ranks differ, and how many they are."""
+        """The axes along which a group's ranks differ, and how many ranks it has."""
         if group.group_name not in self._axes:
             ranks = dist.get_process_group_ranks(group)
             places = [self.layout.place_of(rank) for rank in ranks]

@@ -66,7 +66,7 @@ class Tried:
 
 
 def precision_of(job: Job) -> str:
-    """The precision that is computed in, as far as it is known here."""
+    """The precision of the computation, as far as it is known here."""
     if job.precision == "auto" and torch.cuda.is_available():
         return parallelize.resolve_precision("auto", torch.device("cuda"))
     return {"auto": "fp32", "tf32": "fp32"}.get(job.precision, job.precision)
@@ -75,7 +75,7 @@ def precision_of(job: Job) -> str:
 def try_place(
     job: Job, task: Task, samples: Dataset[Any], pp: int, stages: Stages | None = None
 ) -> Tried:
-    """One step of the first rank at this place of the pipeline. `stages`: if they are known.
+    """Try one step of the first rank at this place of the pipeline. `stages`: if known.
 
     All micro-batches of a pipeline are alike: what they add is known from two of them.
     """
@@ -310,7 +310,7 @@ class Division:
 
 
 def in_flight(pipeline: Pipeline, number: int, passed: dict[int, Passed]) -> float:
-    """How many micro-batches of so many a rank keeps the activations of at once."""
+    """The number of micro-batches whose activations a rank keeps at once."""
     pipeline._ticks = torch.zeros(number)
     schedule, size = pipeline._make_schedule(passed), pipeline.ranks.size
     if isinstance(schedule, ScheduleGPipe):

@@ -1,7 +1,7 @@
 """What each rank of a layout would hold and send: one step on tensors without data, sent to nobody.
 
 `python -m allranks.train.explain check|explain` reads jobs as JSON and prints its answer as JSON.
-The launcher asks it, as a process that may import torch.
+The launcher starts it, since it may not import torch itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     """Answer the question on the command line about the jobs on stdin."""
     die_with_parent()
     with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)  # what a task prints must not get between the lines of the answer
+        os.dup2(2, 1)  # what a task prints must not get into the answer
         jobs = [parse_job(values, resolved=True) for values in json.load(sys.stdin)]
         json.dump(answer(jobs, explain if sys.argv[1] == "explain" else check), out)
 
@@ -69,7 +69,7 @@ def check_model(job: Job, task: Task, model: nn.Module) -> None:
 
 
 def explain(job: Job) -> dict[str, Any]:
-    """What the ranks of the layout hold and send. One at each place along pp is tried."""
+    """What the ranks of the layout hold and send. One rank at each place along pp is tried."""
     # Nothing is loaded by other processes.
     job = job.model_copy(update={"data": job.data.model_copy(update={"num_workers": 0})})
     imitate()
@@ -99,7 +99,7 @@ def explain(job: Job) -> dict[str, Any]:
 def kinds_of(
     layout: Layout, stages: Sequence[Tried], *, offload: bool = False
 ) -> list[dict[str, Any]]:
-    """The ranks in groups that hold equally much, the first rank's group first.
+    """The ranks in groups that hold the same amounts, the first rank's group first.
 
     `offload`: the optimizer's state is in host memory, with copies of weights and gradients.
     """

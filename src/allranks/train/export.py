@@ -42,7 +42,7 @@ TYPES = {
 
 
 def export(run: RunDir, path: Path, step: int | None = None) -> dict[str, Any]:
-    """Write the weights of a run's newest checkpoint, or of that of a step; what was written."""
+    """Write the weights of a run's newest checkpoint, or of one step; return what was written."""
     if path.exists():
         raise AllranksError(f"{path} exists already", fix="remove it, or write to another file")
     if not path.parent.is_dir():
@@ -81,7 +81,7 @@ def choose(run: RunDir, step: int | None) -> tuple[Commit, list[str]]:
     if not found:
         raise AllranksError(
             f"run {run.name} has no checkpoint yet",
-            fix="wait until it has saved one (checkpoint.every), or stop it, which saves",
+            fix="wait until it has saved one (checkpoint.every), or stop it, which saves one",
         )
     if step is None:
         newest, damaged = newest_whole(run.checkpoints)
@@ -96,7 +96,7 @@ def choose(run: RunDir, step: int | None) -> tuple[Commit, list[str]]:
                 return commit, []
             raise AllranksError(
                 f"{commit.path.name} of run {run.name} is damaged: {problem}",
-                fix=f"choose another one of its checkpoints: --step {steps}",
+                fix=f"choose another of its checkpoints: --step {steps}",
                 exit_code=1,
             )
     raise AllranksError(
@@ -125,7 +125,7 @@ def write(commit: Commit, file: io.FileIO) -> int:
         dtype, shape = kinds[stored[name]]
         if dtype not in TYPES:
             raise AllranksError(
-                f"{name} is of {dtype}, which safetensors files do not have",
+                f"{name} is of type {dtype}, which safetensors files cannot hold",
                 fix="convert it in the model, or leave it out of the state dict: persistent=False",
             )
         begin, end = end, end + math.prod(shape) * dtype.itemsize

@@ -1,7 +1,7 @@
 """The forms of a device step besides the plain one: compiled, and replayed as one CUDA graph.
 
-choose_step.py decides which form is used. Whatever is prepared here changes nothing of the
-training, and raises where it does not work. Only `CudaGraph` needs a GPU.
+choose_step.py decides which form is used. Preparing a form changes nothing in the training, and
+raises if the form does not work. Only `CudaGraph` needs a GPU.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from allranks.train.parallelize import (
 from allranks.train.pipeline import Pipeline, blocks_of
 
 MOST_MICRO_BATCHES = 16  # in one graph: more of them keep a GPU busy without
-# Two backward passes may sum in different orders; a rate or a batch that was not followed, or an
-# update that was left out, shows as far more than this.
+# Two backward passes may sum in different orders; a learning rate or batch that was ignored, or an
+# update that was left out, makes a far larger difference than this.
 LOSS_TOLERANCE, UPDATE_TOLERANCE = 1e-3, 0.05
-# Of a compiled loss: sums in another order. How much it may differ for its other dropout masks,
-# several passes of the plain model show.
+# Of a compiled loss, which sums in another order. How much it may differ because of other dropout
+# masks is seen from several passes of the plain model.
 COMPILED_TOLERANCE, REHEARSALS = 0.1, 4
-# A last block that makes at least so many numbers of each that it gets, as those of language models
-# do, is compiled for parts of the batch in turn: all its outputs at once would be slow to move.
+# If a last block has at least this many outputs for each input, as in language models, it is
+# compiled for parts of the batch in turn: all its outputs at once would be slow to move.
 WIDE, PARTS = 16, 4
 SAME = 1e-3  # of their norm: what a matrix product of fewer rows may round differently
 
@@ -71,7 +71,7 @@ def model_and_loss(model: nn.Module, loss: Loss) -> Callable[[Any, Any], PerSamp
 def losses_in_parts(t: Training) -> Callable[[Any, Any], PerSample]:
     """The losses of inputs and targets as one function; in parts if the last block is wide.
 
-    Only where that computes what the model does: its blocks are then called in its place.
+    Parts only if that computes what the model does: its blocks are then called in its place.
     """
     with suppress(Exception):  # the model is no chain, or passes on what cannot be divided
         *body, last = blocks_of(t.task, t.model)
@@ -134,10 +134,10 @@ def with_outputs(
 
 
 def set_compiled(t: Training, compiled: bool, pipeline: Pipeline | None = None) -> None:
-    """Compile model and loss in their next passes, or leave them as they are from now on.
+    """Compile model and loss in their next passes, or run them uncompiled from now on.
 
-    One rank compiles them as one function. Several compile each by itself, and the model inside
-    DDP, which divides its graph by buckets, so that they are exchanged during the backward pass.
+    One rank compiles them as one function. Several ranks compile them separately, the model inside
+    DDP, which splits its graph by buckets, so that these are exchanged in the backward pass.
     """
     inner, is_alone = plain(t.model), t.mesh.world.size == 1
     inner._compiled_call_impl = None
@@ -166,7 +166,7 @@ def compile_now(t: Training, micro: MicroBatch) -> None:
 
 
 def compare_compiled(loss: Tensor, plain_losses: Tensor) -> None:
-    """Raise if a compiled loss is not one as the plain model's, which dropout may vary."""
+    """Raise if a compiled loss is not like those of the plain model, which vary with dropout."""
     usual, spread = plain_losses.mean(), plain_losses.max() - plain_losses.min()
     allowed = COMPILED_TOLERANCE * usual.abs() + REHEARSALS * spread + 1e-6
     if usual.isfinite() and not (loss - usual).abs() <= allowed:
@@ -174,7 +174,7 @@ def compare_compiled(loss: Tensor, plain_losses: Tensor) -> None:
 
 
 def evaluate_once(t: Training, micro: MicroBatch) -> None:
-    """A pass as in an evaluation, if there will be any, for nothing but to compile it."""
+    """If there will be evaluations, make a pass as they do, only to compile it."""
     if not t.evaluations:
         return
     t.model.eval()
@@ -207,7 +207,7 @@ def pass_without_weight(
 
 
 class Graph(Protocol):
-    """What records the work of a device, and repeats it on what is in the same memory then."""
+    """Records the work of a device, and repeats it on what is then in the same memory."""
 
     def capture(self, work: Callable[[], Tensor | None]) -> Tensor | None: ...
     def replay(self) -> None: ...
@@ -239,7 +239,7 @@ class CudaGraph:
             raise
 
     def _recover(self, stream: torch.cuda.Stream) -> None:
-        """After a capture that failed, torch still thinks that it is under way."""
+        """End a failed capture, which torch still considers under way."""
         torch.cuda.set_stream(stream)
         index: int = self.device.index
         with suppress(RuntimeError):
@@ -264,11 +264,11 @@ class CudaGraph:
         free, _ = torch.cuda.mem_get_info(self.device)
         if free >= self._step_bytes:
             return None
-        return f"a step takes {self._step_bytes >> 20:,} MiB beside it, {free >> 20:,} are free"
+        return f"a step needs {self._step_bytes >> 20:,} MiB beside it, {free >> 20:,} MiB are free"
 
 
 class GraphStep:
-    """The device step as one graph. A batch of another shape is stepped without it."""
+    """The device step as one graph. Batches of another shape do not use it."""
 
     def __init__(self, t: Training, batch: Batch, graph: Graph) -> None:
         self._graph = graph
@@ -374,14 +374,14 @@ class RehearsedLosses(list[Tensor]):
 
 
 def graph_refused(t: Training) -> str | None:
-    """Why the step of this training cannot be one graph, as far as that shows in advance."""
+    """Why the step of this training cannot be one graph, as far as is known in advance."""
     cut = t.data.cut
     if t.mesh.world.size > 1:
         return "several ranks exchange gradients"
     if isinstance(t.optimizer, HostOptimizer):
         return "optimizer.offload updates on the host"
     if t.scaler is not None:
-        return "fp16 looks at its gradients on the host"
+        return "fp16 checks its gradients on the host"
     if not t.data.pads:
         return "batches differ in shape"
     if len(cut.micro_batches(0, cut.batch_size)) > MOST_MICRO_BATCHES:
@@ -418,7 +418,7 @@ def distance(tensors: list[Tensor], others: list[Tensor]) -> float:
 
 @contextmanager
 def rehearsal(t: Training, kept: RehearsedLosses) -> Iterator[None]:
-    """What is stepped in here is no step of the training: no hook and no meter sees it."""
+    """A context whose steps are not steps of the training: no hook and no meter sees them."""
     hooks: tuple[dict[int, Any], ...] = (
         optimizer_hooks._global_optimizer_pre_hooks,
         optimizer_hooks._global_optimizer_post_hooks,
@@ -440,7 +440,7 @@ def rehearsal(t: Training, kept: RehearsedLosses) -> Iterator[None]:
 
 @contextmanager
 def marks_apart(record_event: Callable[[], Any]) -> Iterator[list[timeline.Mark]]:
-    """The marks that are made in here, with events of another kind; the timeline forgets them."""
+    """A context that collects its marks, with events of another kind; the timeline forgets them."""
     marks: list[timeline.Mark] = []
     current = timeline.current
     if current is None:
@@ -459,7 +459,7 @@ def marks_apart(record_event: Callable[[], Any]) -> Iterator[list[timeline.Mark]
 
 @contextmanager
 def without_waiting(device: torch.device) -> Iterator[None]:
-    """Raise where the host waits for a GPU, which would spoil a capture beyond repair."""
+    """A context that raises where the host waits for a GPU, which a capture cannot survive."""
     if device.type != "cuda":
         yield
         return

@@ -1,8 +1,8 @@
 """Initial weights of models that are too large to build whole on every rank.
 
 Such a model is built without memory, and what its constructor does to each tensor is recorded. A
-rank repeats that for the tensors it holds, one at a time. Random numbers are seeded by tensor, so
-every layout starts from the same weights.
+rank repeats this for the tensors that it holds, one at a time. Random numbers have a seed for each
+tensor, so every layout starts from the same weights.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LARGE_BYTES = 4 << 30
 
 
 class TooLarge(BaseException):
-    """A constructor has made too many tensors. Not an Exception, which it might catch."""
+    """A constructor has made too much. No Exception: a constructor might catch that."""
 
 
 def fresh_model(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recording | None]:
-    """A model with its weights or, if they are large, without memory and with their recording."""
+    """A model with its weights; or, if they are large, a model without memory and a recording."""
     try:
         with _Counting():
             return make(), None
@@ -72,7 +72,7 @@ def _filled(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 class _Counting(TorchDispatchMode):
-    """Raises TooLarge once the tensors that were made are large."""
+    """Raises TooLarge once the tensors made in it take too much memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ class _Counting(TorchDispatchMode):
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """Tensors are made on the device `meta`, except those of given numbers."""
+    """Tensors are made on the device `meta`, except those made from given numbers."""
 
     made_of_numbers = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 
@@ -156,7 +156,7 @@ class Recording(TorchDispatchMode):
         self._whole = {id(tensor): before[name] for name, tensor in after.items()}
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor, all of them."""
+        """All values of a tensor."""
         return self._view(self._whole.get(id(tensor), tensor), self._num_steps + 1, {})
 
     def _view(self, tensor: Tensor, until: int, own: dict[int, Tensor]) -> Tensor:

@@ -83,7 +83,7 @@ class Mesh:
 
     @property
     def is_heard(self) -> bool:
-        """Whether what this rank computes of its samples counts: others may compute the same."""
+        """Whether this rank's results for its samples count: others may compute the same."""
         at = self.layout.place_of(self.world.rank)
         return at["tp"] == 0 and at["pp"] == self.layout.pp - 1
 
@@ -94,7 +94,7 @@ def _numbers(layout: Layout) -> Tensor:
 
 
 def _ranks_along(axes: tuple[str, ...], numbers: Tensor) -> Ranks:
-    """The ranks of these that differ from this one in these axes only. Collective."""
+    """The ranks that differ from this one only along these axes. Collective."""
     inner = [NESTING.index(axis) for axis in axes]
     outer = [index for index in range(len(NESTING)) if index not in inner]
     size = prod(numbers.shape[index] for index in inner)

@@ -1,7 +1,7 @@
 """Cuts a rank's share of a batch into micro-batches that fit in memory: searched for, or halved.
 
-`micro_batch_size: auto` tries passes that change nothing. Where memory runs out in training, or in
-a pass in which other ranks wait for this one, all ranks end, and the launcher starts them again
+`micro_batch_size: auto` tries passes that change nothing. If memory runs out in training, or in a
+pass in which other ranks wait for this one, all ranks end, and the launcher starts them again
 with smaller micro-batches. The batch stays the same: a step has more of them.
 """
 
@@ -48,7 +48,7 @@ OTHER_FIXES = (
 
 
 class MicroBatches:
-    """How this rank's share is cut, and what is known of how much fits."""
+    """How this rank's share is cut, and what is known about how much fits."""
 
     def __init__(self, me: Rank, job: Job) -> None:
         self.me = me
@@ -62,7 +62,7 @@ class MicroBatches:
         self._cached: Path | None = None
 
     def begin(self, data: TrainingData, precision: str) -> None:
-        """Cut as an earlier attempt has found, or as a search begins. Collective."""
+        """Cut as an earlier attempt found, or as the search starts. Collective."""
         cut = data.cut
         share = -(-cut.batch_size // cut.parts)
         first = cut.num_of_whole
@@ -105,7 +105,7 @@ class MicroBatches:
         self._use(data, count)
 
     def choose(self, t: Training, pipeline: Pipeline | None) -> bool:
-        """Find what fits by passes that change nothing; whether the cut has changed. Collective."""
+        """Find what fits by passes that change nothing; True if the cut changed. Collective."""
         search, before = self.search, t.data.cut
         assert search is not None
         if search.next is not None:
@@ -127,7 +127,7 @@ class MicroBatches:
         return t.data.cut != before
 
     def tell(self, t: Training) -> None:
-        """The event and the line that say what was chosen, if the job did not."""
+        """Write the event and the line that say what was chosen, if it is not what the job says."""
         cut, was = t.data.cut, self._cut
         assert was is not None
         if self.me.rank or (cut == was and not self.is_auto):
@@ -146,7 +146,7 @@ class MicroBatches:
         print(f"note: micro-batches of {cut.largest} samples{than}, {count} in a step ({why})")
 
     def after(self, error: Exception, t: Training | None) -> AllranksError | None:
-        """If a pass ran out of memory: what to report, once the next attempt knows what to do."""
+        """If a pass ran out of memory, prepare the next attempt, and return what to report."""
         search = self.search
         if search is None or not is_out_of_memory(error) or not is_in(error, PASSES):
             return None
@@ -169,7 +169,7 @@ class MicroBatches:
         return AllranksError(
             f"out of memory with micro-batches of {now}: "
             f"{'trying' if is_trial else 'going on with'} {smaller}",
-            fix=f"if it has not gone on by itself: {self.me.run.resume_command}",
+            fix=f"if it does not go on by itself: {self.me.run.resume_command}",
             exit_code=1,
         )
 
@@ -216,7 +216,7 @@ class MicroBatches:
     # What is remembered for later runs.
 
     def _key(self, precision: str, device: torch.device) -> str:
-        """Of everything that decides how large a micro-batch can be."""
+        """A digest of everything that decides how large a micro-batch can be."""
         job, memory = self.job, 0
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
@@ -268,7 +268,7 @@ def training_passes(t: Training, pipeline: Pipeline | None) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device has too little memory; the host's own allocator says something else."""
+    """Whether a device ran out of memory; the host's own allocator raises something else."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)

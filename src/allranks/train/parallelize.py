@@ -107,8 +107,8 @@ def tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Any] | None
     if plan is None:
         raise AllranksError(
             f"layout {mesh.layout}: tp needs a plan, and the task has no tensor_parallel_plan",
-            fix=f"write fsdp={mesh.layout.tp} in place of tp={mesh.layout.tp}, or a method "
-            "tensor_parallel_plan in the task",
+            fix=f"write fsdp={mesh.layout.tp} in place of tp={mesh.layout.tp}, or add a "
+            "method tensor_parallel_plan to the task",
         )
     tied = [names for names in _names_by_parameter(model).values() if len(names) > 1]
     # Every rank has the whole model, with equal weights: nothing needs to be sent.

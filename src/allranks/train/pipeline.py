@@ -1,8 +1,8 @@
 """A model's blocks divided among stages, each on other ranks, which work on micro-batches in turn.
 
-torch.distributed.pipelining says who computes which micro-batch when. Blocks are divided by what
-each of them was measured to take, and weights that several stages share get the sum of their
-gradients, so that the stages together compute what one rank would.
+torch.distributed.pipelining says who computes which micro-batch when. Blocks are divided by
+their measured times, and weights that several stages share get the sum of their gradients, so that
+the stages together compute what one rank would.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ MEASURED_PASSES = 3  # of each block, after one that warms up
 
 
 def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
-    """The model's blocks, those without weights together with the one before (the first: after).
+    """The model's blocks; those without weights join the one before, leading ones the one after.
 
-    Raises AllranksError if the model is not known to be a chain, or has weights in none of them.
+    Raises AllranksError if the model is not known to be a chain, or has weights outside of it.
     """
     blocks = task.blocks(model)
     if blocks is None and isinstance(model, nn.Sequential):
@@ -66,8 +66,8 @@ def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
     if not blocks:
         raise AllranksError(
             f"the layout has pp, but {name} does not say of which blocks its model is a chain",
-            fix=f"write fsdp in place of pp, which divides any model, or a method blocks(model) in "
-            f"{name} that returns them as a list",
+            fix="write fsdp in place of pp, since fsdp divides any model, or add a method "
+            f"blocks(model) to {name} that returns them as a list",
         )
     inside = {id(p) for block in blocks for p in block.parameters()}
     outside = [key for key, p in model.named_parameters() if id(p) not in inside]
@@ -102,7 +102,7 @@ def _is_trained(module: nn.Module) -> bool:
 def divide(costs: Sequence[float], num_stages: int) -> list[int]:
     """How many blocks each stage gets, so that the largest stage costs as little as possible.
 
-    Of several such divisions, the one with the smallest sum of squares: the most even one.
+    Of several such divisions, the most even one: that with the smallest sum of squares.
     """
     sums = [0.0]
     for cost in costs:
@@ -152,7 +152,7 @@ def measure(
         for parameter in block.parameters():
             parameter.grad = None
         block.to(home)
-    # Equal blocks cost the same: what differs between them is chance, and must not divide them.
+    # Equal blocks cost the same: differences between them are noise, and must not divide them.
     kinds = [_kind(block) for block in blocks]
     return [
         sum(cost for cost, other in zip(costs, kinds, strict=True) if other == kind)
@@ -195,7 +195,7 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """What two blocks have in common that compute the same of different weights."""
+    """A key that is equal for blocks that differ only in the values of their weights."""
     return type(block), repr(block), tuple((tuple(p.shape), p.dtype) for p in block.parameters())
 
 
@@ -233,7 +233,7 @@ def _nothing(micro: MicroBatch) -> AbstractContextManager[None]:
 
 
 class SeenStage(PipelineStage):
-    """torch's stage, whose backward passes are recorded, also where they are cut in two."""
+    """torch's stage, whose backward passes are recorded, even where they are cut in two."""
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         timeline.mark(timeline.BACKWARD)
@@ -411,7 +411,7 @@ class Pipeline:
         return loss if t.scaler is None else t.scaler.scale(loss)
 
     def _take_sum(self, values: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """Their sum, on every rank of the same type; 0 without the last stage."""
+        """The sum of the values, which are then dropped; 0 on ranks without the last stage."""
         zero = torch.zeros((), device=self.device, dtype=dtype)
         total = torch.stack(values).sum() if values else zero
         values.clear()
@@ -472,7 +472,7 @@ class Passed:
     def of(cls, tensors: tuple[Tensor, ...]) -> Passed:
         if any(not isinstance(tensor, Tensor) for tensor in tensors):
             raise AllranksError(
-                "a block returned something else than a tensor or a tuple of tensors",
+                "a block returned something other than a tensor or a tuple of tensors",
                 fix="let every block but the last return tensors, which can be sent to the next "
                 "stage of a pipeline",
             )
@@ -484,13 +484,13 @@ class Passed:
         )
 
     def examples(self) -> tuple[Tensor, ...]:
-        """Tensors of these kinds, without memory, as torch's stages are told of them."""
+        """Tensors of these shapes and types, without memory, as torch's stages expect them."""
         found = self.empty(torch.device("meta"))
         return tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in found)
 
 
 def _kinds(inputs: Any) -> tuple[Any, ...]:
-    """What decides the shapes of everything that is computed of inputs."""
+    """What decides the shapes of everything that is computed from inputs."""
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
