@@ -241,7 +241,11 @@ def cut_short(run_dir: Path, step: int) -> None:
     [
         ("{name: powersgd, rank: 1, start_step: 2}", ["task=spiral"]),
         ("{name: topk, keep: 0.05}", ["task=spiral"]),
-        ("{name: local-sgd, every: 3}", ["task=digits", "options.norm=batch"]),
+        pytest.param(
+            "{name: local-sgd, every: 3}",
+            ["task=digits", "options.norm=batch"],
+            marks=pytest.mark.soak,
+        ),
         ("{name: diloco, every: 3}", ["task=digits", "options.norm=batch"]),
     ],
 )

@@ -377,8 +377,15 @@ def counted(folder: Path, job: dict[str, Any]) -> tuple[int, int, dict[str, int]
     return first, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("norm", ["none", "batch"])
+@pytest.mark.parametrize(
+    ("world", "norm"),
+    [
+        (1, "none"),
+        (1, "batch"),
+        (2, "none"),
+        pytest.param(2, "batch", marks=pytest.mark.soak),
+    ],
+)
 def test_nothing_is_compiled_later_over_uneven_epochs(
     tmp_path: Path, world: int, norm: str
 ) -> None:

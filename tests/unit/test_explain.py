@@ -197,4 +197,4 @@ def test_axes_that_a_model_cannot_have_are_answered_with_those_that_it_can(
 def test_a_script_cannot_be_explained(allranks: Allranks, tmp_path: Path) -> None:
     done = allranks("explain", "--layout", "1x2", "--", "python", "train.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert "tasks only" in done.stderr and "bench scaling" in done.stderr
+    assert "only for tasks" in done.stderr and "bench scaling" in done.stderr
