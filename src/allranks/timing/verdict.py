@@ -300,6 +300,8 @@ def limit_of(facts: Facts) -> Limit:
 def doubt_of(limit: Limit, found: Measured, limits: Thresholds) -> str | None:
     """Which other part could be the limit, judging by how much the shares vary in the run."""
     untraced = "no step was traced" + (f" ({found.problem})" if found.problem else "")
+    if found.typical is not None:
+        untraced = "the traced steps are not like the others"
     if limit in LOCAL and not found.has_trace:
         return untraced
     shares = found.shares
