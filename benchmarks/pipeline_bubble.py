@@ -6,9 +6,9 @@
 A stage that works on m micro-batches in turn with s - 1 others computes for m of m + s - 1 rounds,
 and waits in the others: the bubble is (s - 1) / (m + s - 1) of a step. Four stages of equal blocks
 train on 1 (the naive split of a model: only one stage works at any time), 4, 8 and 16 micro-batches
-of one size, in processes of one thread each. The time of a step, without the update, is divided
-by the time in which a stage computed in the same step, on average over the stages. Theory says
-that this is (m + s - 1) / m.
+of one size, in processes of one thread each. The time of a step, without the update, until all
+stages are done is divided by the time in which a stage computed in the same step, on average over
+the stages. Theory says that this is (m + s - 1) / m.
 
 It needs a core a stage: with fewer, stages that should wait for each other take turns on a core,
 and the result means nothing.
@@ -47,7 +47,7 @@ from allranks.train.data import Progress
 
 LIMIT = 0.15
 MICRO_BATCHES = (1, 4, 8, 16)
-MICRO_BATCH_SIZE = 32
+MICRO_BATCH_SIZE = 64  # large, so that a pass takes much longer than sending its result
 BLOCKS_PER_STAGE = 4
 WARM_UP_STEPS = 2
 
@@ -57,7 +57,7 @@ class Equal(Task):
     """Equal blocks, and a loss that costs little."""
 
     depth: int = 16
-    width: int = 768
+    width: int = 1024
 
     def model(self) -> nn.Module:
         blocks = [
@@ -109,9 +109,10 @@ def run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
             dist.barrier()
             busy[0], began = 0.0, time.perf_counter()
             t.forward_backward(t, batch, False)
-            seconds = torch.tensor([busy[0], time.perf_counter() - began])
-            dist.all_reduce(seconds)
-            steps.append((seconds / stages).tolist())
+            took, computing = torch.tensor(time.perf_counter() - began), torch.tensor(busy[0])
+            dist.all_reduce(took, dist.ReduceOp.MAX)  # the last stages are done first
+            dist.all_reduce(computing)
+            steps.append((computing.item() / stages, took.item()))
             t.optimizer.zero_grad()
         results.append(steps[WARM_UP_STEPS:])
         log.close()
@@ -139,7 +140,7 @@ def count_time(owner: type, name: str, seconds: list[float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--width", type=int, default=768, help="of the blocks")
+    parser.add_argument("--width", type=int, default=1024, help="of the blocks")
     parser.add_argument("--steps", type=int, default=20, help="measured of each row")
     parser.add_argument("--schedule", choices=["1f1b", "gpipe"], default="1f1b")
     arguments = parser.parse_args()

@@ -15,7 +15,8 @@ is right if it names the expected limit (and rank), and if the expected warning,
 A stopwatch in every rank (stopwatch.py) times the steps in the same way under allranks, under
 TraceML and bare. Without what was planted, a step must take 0.95 to 2 times what `gain` predicts.
 Healthy loops on a GPU are also traced from outside: torch's profiler, without allranks, must see
-the GPU busy for 90% of the time.
+the GPU busy for 90% of the time. On a GPU, some situations start at once and then take turns, so
+that one has it at a time and none waits for Python to start.
 
 Claimed: at least 90% right, none wrong and sure, no warning on a healthy loop, the planted line
 named in at least 90% of the situations that have one, and gains that hold in at least 80%.
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import fcntl
 import importlib.util
 import json
 import os
@@ -45,7 +47,9 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +68,15 @@ MAX_SECONDS = 180
 MAX_LOAD = 0.3  # of the cores
 STEPS_PER_BLOCK = 20  # evaluations come every ten steps, batches in bursts of four workers
 OUTSIDE_TRACE = "VERDICTS_OUTSIDE_TRACE"
-# Before anything else in every rank: the stopwatch, and the trace from outside.
+AT_ONCE, TURN = 3, "VERDICTS_TURN"  # situations that share a GPU, and a file that one of them locks
+# Before anything else in every rank: its turn, the stopwatch, and the trace from outside.
 INJECT = f"""
 import os, runpy
 if os.environ.get("RANK"):
+    if os.environ.get("{TURN}"):
+        import fcntl, torch  # others use the GPU meanwhile
+        turn = open(os.environ.pop("{TURN}"), "w")
+        fcntl.flock(turn, fcntl.LOCK_EX)
     runpy.run_path({str(HERE / "stopwatch.py")!r}, run_name="stopwatch")["begin"]()
     if os.environ.get("{OUTSIDE_TRACE}"):
         runpy.run_path({str(HERE / "situations" / "outside_trace.py")!r})["begin"]()
@@ -237,6 +246,8 @@ class Stage:
         self.traceml, self.quick = traceml, quick
         self.folder = keep or Path(tempfile.mkdtemp(prefix="allranks-verdicts-"))
         self.keep = keep is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.turn = self.folder / "turn"
 
     def run(
         self,
@@ -244,6 +255,7 @@ class Stage:
         command: Sequence[str],
         *,
         planted: bool = True,
+        has_turn: bool = False,
         ranks: Sequence[Mapping[str, str]] = ({},),
     ) -> Ran:
         """A command in the situation's folder; several at once, each with variables of its own."""
@@ -259,6 +271,8 @@ class Stage:
         }
         if not situation.gpu:
             env["CUDA_VISIBLE_DEVICES"] = ""
+        elif not has_turn:
+            env[TURN] = str(self.turn)
         errors = (looks / "stderr").open("w+")
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors}
         pipes |= {"stdin": subprocess.DEVNULL, "text": True, "cwd": self.folder / situation.name}
@@ -313,7 +327,9 @@ class Stage:
             *("--logs-dir", str(logs), "--run-name", "run"),
             *("--nproc-per-node", str(situation.ranks), "--args", *situation.args.split()),
         ]
-        ran = self.run(situation, command)
+        with self.turn.open("w") as turn:  # from its start: it also looks at the machine
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            ran = self.run(situation, command, has_turn=True)
         summary = logs / "run" / "final_summary.json"
         if not summary.is_file():
             return {"kind": f"no summary, exit code {ran.code}", "rank": None, "seconds": None}
@@ -477,8 +493,9 @@ def main() -> int:
         f"{platform.machine()}, {allotted.cpus_allotted()} cores, Python {sys.version.split()[0]}"
     )
     rows = []
-    for situation in chosen:
-        row = stage.row(situation, judge_again=options.judge_again)
+    at_once = AT_ONCE if all(situation.gpu for situation in chosen) else 1
+    play = partial(stage.row, judge_again=options.judge_again)
+    for row in ThreadPoolExecutor(at_once).map(play, chosen):
         rows.append(row)
         print(table_row(row) if len(chosen) > 1 else table([row]), flush=True)
         if not row.is_right or options.verbose:
