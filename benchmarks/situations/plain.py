@@ -82,9 +82,7 @@ def main() -> None:
     args = read_arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    else:
+    if not on_gpu:
         torch.set_num_threads(1)
     if WORLD_SIZE > 1:
         dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -102,7 +100,10 @@ def main() -> None:
         collate_fn=collate,
         drop_last=True,
     )
-    model: Any = Model(args.width, args.depth, args.repeat).to(device)
+    model: Any = Model(args.width, args.depth, args.repeat)
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    model = model.to(device)
     if WORLD_SIZE > 1:
         model = DistributedDataParallel(model)
     if args.compile:

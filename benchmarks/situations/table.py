@@ -334,7 +334,7 @@ ON_GPU = [
             "begin": "table = torch.ones(100_000_000)",
             "batch": "table.to(device)",
         },
-        args=f"{GPU} --steps 120",
+        args=f"{GPU} --steps 80",
         gpu=True,
     ),
     Situation(
@@ -344,7 +344,7 @@ ON_GPU = [
             "begin": "table = torch.ones(50_000_000, device=device)",
             "step": "kept = table.cpu()",
         },
-        args=f"{GPU} --steps 120",
+        args=f"{GPU} --steps 80",
         gpu=True,
     ),
     Situation(

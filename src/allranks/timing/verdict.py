@@ -273,11 +273,15 @@ def gain_of(limit: Limit, found: Measured) -> float:
     """How many times as fast a run can be, at most, without what limits it.
 
     If the host no longer keeps a GPU waiting, it launches ahead: what else it does then overlaps
-    with the rest of the step, and only the longer of the two counts.
+    with the rest of the step, and only the longer of the two counts. So does the wait for a loader,
+    unless it is so long that its workers may be the next limit.
     """
     left = {part: share for part, share in found.shares.items() if part != limit}
     if found.is_gpu and limit in ("launches", "host", "copies"):
-        hidden = math.fsum(left.pop(part, 0.0) for part in ("launches", "host"))
+        overlaps = ["launches", "host"]
+        if found.shares["data"] < 1 - 1 / LEAST_GAIN:
+            overlaps.append("data")
+        hidden = math.fsum(left.pop(part, 0.0) for part in overlaps)
         rest = max(math.fsum(left.values()), hidden)
     else:
         rest = math.fsum(left.values())
