@@ -75,8 +75,8 @@ import os, runpy
 if os.environ.get("RANK"):
     if os.environ.get("{TURN}"):
         import fcntl, torch
-        turn = os.open(os.environ.pop("{TURN}"), os.O_RDWR | os.O_CREAT)  # until the rank ends
-        def wait_for_turn(init=torch.cuda._lazy_init, cuda=torch.cuda, fcntl=fcntl, turn=turn):
+        def wait_for_turn(init=torch.cuda._lazy_init, cuda=torch.cuda, fcntl=fcntl, os=os):
+            turn = os.open(os.environ.pop("{TURN}"), os.O_RDWR | os.O_CREAT)  # until the rank ends
             fcntl.flock(turn, fcntl.LOCK_EX)
             cuda._lazy_init = init
             init()
