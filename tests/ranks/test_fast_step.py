@@ -133,7 +133,8 @@ def taking(seconds: dict[str, float], backend: Any = "aot_eager") -> Iterator[No
 
     warnings.simplefilter("ignore")  # of torch's compilers, which ranks print
     patch = pytest.MonkeyPatch()
-    patch.setattr(MeasuredStep, "_time", time)
+    for name in ("_time", "_glance"):
+        patch.setattr(MeasuredStep, name, time)
     patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     patch.setattr(timeline, "current", timeline.Timeline())
     try:

@@ -2,8 +2,9 @@
 
 The plain step is timed, then replayed as a CUDA graph and timed again; meanwhile a process of its
 own compiles into the shared cache, so that the ranks can take the compiled step from there in
-seconds. All ranks decide the same at the same step. The decisions are kept in the run's folder and
-in its checkpoints: a resumed run switches at the same steps, and so computes the same bits.
+seconds. What an earlier run has compiled is taken from there after a few steps. All ranks decide
+the same at the same step. The decisions are kept in the run's folder and in its checkpoints: a
+resumed run switches at the same steps, and so computes the same bits.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ EAGER, COMPILED, GRAPH = "eager", "compiled", " as a CUDA graph"
 FORMS = (EAGER, EAGER + GRAPH, COMPILED, COMPILED + GRAPH)  # the plainest first
 SETTLE_STEPS, FIRST_STEPS, BLOCKS = 3, 5, 3
 LEAST_STEPS = 4  # of a block
+GLANCE_STEPS = 2  # of a block of the first steps: they end before the probe traces some
 TOO_LATE = "the steps that are left would not pay for it"
 
 
@@ -54,7 +56,7 @@ class Rules:
 
     measure_from: int = 30  # steps of an attempt: by then, the probe has traced some
     block_seconds: float = 0.2
-    least_gain: float = 1.03
+    least_gain: float = 1.01
     graph_pays: int = 100  # steps that are left: a rehearsal takes as long as three
     child_pays: float = 30.0  # seconds of training that are left, also when the child is done
     foreground_pays: float = 300.0  # the same, where the training has to wait for the compiler
@@ -118,16 +120,23 @@ class MeasuredStep:
         if self.record.decided == t.last_step:
             return
         set_choosing(True)
+        seconds: dict[str, float] = {}
+        if self.form == EAGER:
+            glance = yield from self._glance(t)
+            if self._was_compiled_before(t, glance) and self._use(t, COMPILED):
+                self._note_switch(t)
+                seconds[EAGER] = glance
         for _ in range(self.rules.measure_from):
             yield
-        seconds = {self.form: (yield from self._time(t))}
-        yield from self._try_form(t, EAGER, seconds)  # an earlier attempt was not in it any more
-        yield from self._try_form(t, EAGER + GRAPH, seconds)
-        self._settle_on_fastest(t, seconds)
-        if (yield from self._compiler_is_ready(t, min(seconds.values()))):
-            yield from self._try_form(t, COMPILED, seconds)
-            if self.form == COMPILED:
-                yield from self._try_form(t, COMPILED + GRAPH, seconds)
+        seconds[self.form] = yield from self._time(t)
+        if self.form != COMPILED:
+            yield from self._try_form(t, EAGER, seconds)  # an earlier attempt was in another
+            yield from self._try_form(t, EAGER + GRAPH, seconds)
+            self._settle_on_fastest(t, seconds)
+            if (yield from self._compiler_is_ready(t, min(seconds.values()))):
+                yield from self._try_form(t, COMPILED, seconds)
+        if self.form == COMPILED:
+            yield from self._try_form(t, COMPILED + GRAPH, seconds)
         self._settle_on_fastest(t, seconds)
         self.record.decided = t.last_step
         self._keep_record(t)
@@ -219,6 +228,15 @@ class MeasuredStep:
             yield
         guess = yield from self._time_block(t, FIRST_STEPS)
         count = max(LEAST_STEPS, math.ceil(self.rules.block_seconds / max(guess, 1e-6)))
+        return (yield from self._median_block(t, count))
+
+    def _glance(self, t: Training) -> Generator[None, None, float]:
+        """The same of the first steps of an attempt, roughly."""
+        for _ in range(SETTLE_STEPS):
+            yield
+        return (yield from self._median_block(t, GLANCE_STEPS))
+
+    def _median_block(self, t: Training, count: int) -> Generator[None, None, float]:
         blocks = []
         for _ in range(BLOCKS):
             blocks.append((yield from self._time_block(t, count)))
@@ -235,21 +253,24 @@ class MeasuredStep:
         seconds = t.meter.step_seconds - before + perf_counter() - began
         return mean(t, seconds / count)  # collective
 
+    def _was_compiled_before(self, t: Training, seconds: float) -> bool:
+        """Whether compiling from the cache pays, because it is known to take little. Collective."""
+        cost = -smallest(t, -self.cost.seconds())  # collective
+        left = (t.last_step - t.progress.step) * seconds
+        return compiling_refused(t) is None and left >= self.rules.cached_pays * cost
+
     def _compiler_is_ready(self, t: Training, seconds: float) -> Generator[None, None, bool]:
         """Whether to compile now: the child is done, or waiting for it pays. Collective."""
 
         def pays(least: float) -> bool:
             return (t.last_step - t.progress.step) * seconds >= least
 
-        if why := compiling_refused(t):
+        if why := self.refused.get(COMPILED) or compiling_refused(t):
             self.refused[COMPILED] = why
             return False
         if not pays(self.rules.child_pays):
             self.refused[COMPILED] = TOO_LATE
             return False
-        cost = -smallest(t, -self.cost.seconds())  # collective
-        if pays(self.rules.cached_pays * cost):
-            return True  # at once: it was compiled on this machine before
         child = self.rules.start_child(t) if self.rules.start_child else "there is none"
         if not smallest(t, float(not isinstance(child, str))):  # collective
             if not isinstance(child, str):
