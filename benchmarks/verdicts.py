@@ -326,7 +326,7 @@ class Stage:
         assert self.traceml
         logs = Path(tempfile.mkdtemp(prefix="traceml-"))
         command = [
-            str(Path(self.traceml).parent / "traceml"),
+            *(self.traceml, "-c", "from traceml_ai.launcher.cli import main; main()"),
             *("run", "train_traceml.py", "--mode", "summary"),
             *("--logs-dir", str(logs), "--run-name", "run"),
             *("--nproc-per-node", str(situation.ranks), "--args", *situation.args.split()),
