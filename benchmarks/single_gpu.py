@@ -589,9 +589,10 @@ def compare(row: Row, folder: Path) -> tuple[dict[str, list[float]], dict[str, s
                 left_out[name] = f"{package} is not installed"
             elif row.device == "cpu" and name == "graph":
                 left_out[name] = "it needs a GPU"
-            else:
+            else:  # all at once: importing and building take a while
                 started.append(Contender(name, row, folder, deadline))
-                try_it(started[-1], partial(started[-1].begin, row))
+        for contender in started:
+            try_it(contender, partial(contender.begin, row))
         longest = 0.0
         for number in range(row.rounds):
             began = time.monotonic()
