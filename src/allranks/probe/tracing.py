@@ -311,12 +311,16 @@ class Tracer:
         self._cost = fields["cost"]
         self._later_cost += self._cost if self._traced_after else 0.0
         self._traced_after = perf_counter() - self._began
-        # On a GPU, CUPTI would have to be attached again, which is not known to be safe.
-        if self._once or self.recorder.device is not None:
+        if self._is_last():
             self.recorder.at_step.remove(self.at_step)
             self.graphs.close()
             with suppress(ValueError):
                 self.recorder.at_writing.remove(self._tell_or_hear)
+
+    def _is_last(self) -> bool:
+        """Whether no other trace follows this one."""
+        # On a GPU, CUPTI would have to be attached again, which is not known to be safe.
+        return self._once or self.recorder.device is not None
 
     def _try_again(self, step: int, why: str) -> None:
         self._rest()
