@@ -139,6 +139,11 @@ def trained(layout: str, folder: Path, settings: dict[str, Any]) -> Trained:
     )
 
 
+def several(wanted: Sequence[tuple[str, Path, dict[str, Any]]]) -> list[Trained]:
+    """One training after another."""
+    return [trained(*one) for one in wanted]
+
+
 def device_of_ranks() -> torch.device:
     """What the ranks of run_ranks compute on."""
     return torch.device("cuda", 0) if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -160,18 +165,34 @@ class Trainings:
         """What each rank saw."""
         key = json.dumps([layout, how.__name__, settings])
         if key not in self._made:
-            folder = Path(tempfile.mkdtemp(dir=self.folder))
-            # 101 windows to train on: an epoch's last batch has 5. And 5 to validate on.
-            ids = np.random.default_rng(0).integers(0, 64, 106 * 17) ** 2 % 256
-            ids.astype("<u2").tofile(folder / "tokens.bin")
-            for name, text in self.files.items():
-                (folder / name).write_text(text)
-            args = (layout, folder, {**SETTINGS, **settings})
+            args = (layout, self._folder(), {**SETTINGS, **settings})
             ranks = Layout.parse(layout).ranks
             self._made[key] = run_ranks(
-                how, ranks, folder, *args, timeout=900, backend=self.backend
+                how, ranks, self.folder, *args, timeout=900, backend=self.backend
             )
         return self._made[key]
+
+    def together(
+        self, layouts: Sequence[str], *settings: dict[str, Any]
+    ) -> dict[tuple[str, int], list[Trained]]:
+        """What each rank saw by layout and number of the settings; the ranks start only once."""
+        wanted = [
+            (layout, self._folder(), {**SETTINGS, **one}) for layout in layouts for one in settings
+        ]
+        ranks = Layout.parse(layouts[0]).ranks
+        found = run_ranks(several, ranks, self.folder, wanted, timeout=900, backend=self.backend)
+        keys = [(layout, number) for layout in layouts for number in range(len(settings))]
+        return dict(zip(keys, map(list, zip(*found, strict=True)), strict=True))
+
+    def _folder(self) -> Path:
+        """A folder with tokens, and the tasks."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        # 101 windows to train on: an epoch's last batch has 5. And 5 to validate on.
+        ids = np.random.default_rng(0).integers(0, 64, 106 * 17) ** 2 % 256
+        ids.astype("<u2").tofile(folder / "tokens.bin")
+        for name, text in self.files.items():
+            (folder / name).write_text(text)
+        return folder
 
     def compare(self, case: Case, layout: str, steps: int = 100) -> dict[str, float]:
         """The largest differences of a layout in this case; fails where they are too large."""
