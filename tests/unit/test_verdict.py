@@ -193,6 +193,16 @@ def test_the_device_s_own_truth(tmp_path: Path, ranks: int, limit: str, trace: E
         assert ("copy back" if found.line else "pin_memory") in (found.next or "")
 
 
+@pytest.mark.parametrize(("data", "gain"), [(4.0, 5), (30.0, 2)])
+def test_a_short_wait_for_the_loader_overlaps_once_a_gpu_is_not_kept_waiting(
+    tmp_path: Path, data: float, gain: float
+) -> None:
+    shown = {0: gpu_trace(20.0, launches=60.0)}
+    run = planted(tmp_path, {**HEALTHY, "data": data, "forward": 30.0 - data}, traces=shown)
+    found = verdict_of(run)
+    assert (found.limit, found.gain) == ("launches", pytest.approx(gain, rel=0.12))
+
+
 def test_traced_steps_that_differ_from_the_others_make_nothing_sure(tmp_path: Path) -> None:
     def each(rank: int, number: int, step: Event) -> Event:
         return {**step, "forward": step["forward"] * (4 if 30 <= number < 34 else 1)}
