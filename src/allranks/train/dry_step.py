@@ -37,7 +37,8 @@ from allranks.train.fast_step import model_and_loss
 from allranks.train.loop import Training, forward_backward, update
 from allranks.train.mesh import Mesh, Ranks
 from allranks.train.optim import Scaler, allocate_state, build_optimizer
-from allranks.train.pipeline import Passed, Pipeline, blocks_of, divide
+from allranks.train.pipeline import Passed, Pipeline
+from allranks.train.stages import blocks_and_stages, blocks_of, divide
 
 DEVICE = torch.device("cpu")
 WITHOUT_DATA = FakeTensorMode()  # one for all: tensors of two of them cannot be used together
@@ -180,7 +181,7 @@ def training(
     autocast = parallelize.autocast(precision, DEVICE)  # type: ignore[arg-type]
     data.example = lambda progress: example  # type: ignore[method-assign]  # without data
     with Division(job, task, example, autocast, stages).used() as division:
-        model, pipeline = build.divided_model(job, mesh, task, data, autocast, None)
+        model, pipeline = build.divided_model(RunDir(Path()), job, mesh, task, data, autocast, None)
     parameters = [p for p in model.parameters() if p.requires_grad]
     # What it holds is counted, wherever that is.
     optimizer = build_optimizer(job.optimizer.model_copy(update={"offload": False}), parameters)
@@ -271,7 +272,7 @@ class Division:
         """Blocks of each stage, by their floating-point operations in place of their time."""
         if self.stages is not None:
             return self.stages.sizes
-        blocks, num_stages = build.blocks_and_stages(job, mesh.layout, task, model)
+        blocks, num_stages = blocks_and_stages(job, mesh.layout, task, model)
         costs, outputs = [], []
         values = self.micro.inputs
         with torch.no_grad(), self.autocast:

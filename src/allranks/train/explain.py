@@ -26,6 +26,7 @@ from allranks.train import build
 from allranks.train.counted import Sent, bytes_at
 from allranks.train.dry_step import WITHOUT_DATA, Tried, imitate, precision_of, try_place
 from allranks.train.model_facts import facts_of
+from allranks.train.stages import blocks_and_stages
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def check(job: Job) -> None:
 def check_model(job: Job, task: Task, model: nn.Module) -> None:
     check_tp(job.layout, facts_of(job, task, model))
     if job.layout.pp > 1:
-        build.blocks_and_stages(job, job.layout, task, model)
+        blocks_and_stages(job, job.layout, task, model)
 
 
 def explain(job: Job) -> dict[str, Any]:
