@@ -98,8 +98,8 @@ def test_a_divided_model_outlives_time_limits(
     common = ["task=slow:SlowLanguage", "options.context=16", "options.tokens=tokens.bin"]
     common += ["batch_size=16", "pipeline.micro_batches=2", f"steps={steps}", "log_every=1"]
     shape, _, axis = layout.partition(":")
-    # Half a second in each step, and a minute of each two is left for a checkpoint.
-    slowly = ["slurm.time=2", f"options.seconds={0.25 if axis == 'pp=2' else 0.5}"]
+    # Of each two minutes, one is left for a checkpoint: too little for all steps, however fast.
+    slowly = ["slurm.time=2", f"options.seconds={0.35 if axis == 'pp=2' else 0.7}"]
     sent = send(cluster, tmp_path, *common, *slowly, "--layout", layout)
     line = sent.wait_for_end(600)
     assert (line["state"], line["step"]) == ("finished", steps), sent.log()
