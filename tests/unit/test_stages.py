@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,9 @@ from allranks.tasks import Task
 from allranks.tasks.language import Language
 from allranks.train import stages
 from allranks.train.data import Cut, MicroBatch
+from allranks.train.dry_step import kinds_of_places
 from allranks.train.mesh import Mesh
+from allranks.train.pipeline import Passed
 from allranks.train.stages import blocks_of, divide, divide_blocks, measure
 
 
@@ -175,3 +177,21 @@ def test_tied_weights_are_in_two_of_languages_blocks() -> None:
     blocks = blocks_of(Language(), Language().model())
     first, last = ({id(p) for p in block.parameters()} for block in (blocks[0], blocks[-1]))
     assert len(first & last) == 1
+
+
+def test_places_of_a_pipeline_that_are_explained_alike() -> None:
+    blocks = [nn.Linear(4, 4) for _ in range(6)]
+    same = Passed(tensors=(((2, 4), torch.float32),))
+
+    def kinds(num_ranks: int, passed: Mapping[int, Passed]) -> list[Any]:
+        return kinds_of_places(blocks, [1] * 6, passed, num_ranks)
+
+    passed = dict.fromkeys(range(1, 6), same)
+    first, *middle, last = kinds(6, passed)
+    assert middle == [middle[0]] * 4 and first not in middle and last not in middle
+    (first, *middle, last) = kinds(3, passed)  # two stages each
+    assert len(middle) == 1 and first != last
+    other = {**passed, 3: Passed(tensors=(((1, 4), torch.float32),))}
+    assert [kinds(6, other).count(kind) for kind in kinds(6, other)] == [1, 2, 1, 1, 2, 1]
+    blocks[1].weight = blocks[2].weight  # the sum of their gradients is exchanged
+    assert [kinds(6, passed).count(kind) for kind in kinds(6, passed)] == [1, 1, 1, 2, 2, 1]

@@ -130,7 +130,7 @@ def measure(
             parameter.grad = None
         block.to(home)
     # Equal blocks cost the same: differences between them are noise, and must not divide them.
-    kinds = [_kind(block) for block in blocks]
+    kinds = [kind_of_block(block) for block in blocks]
     return [
         sum(cost for cost, other in zip(costs, kinds, strict=True) if other == kind)
         / kinds.count(kind)
@@ -171,7 +171,7 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _kind(block: nn.Module) -> tuple[Any, ...]:
+def kind_of_block(block: nn.Module) -> tuple[Any, ...]:
     """A key that is equal for blocks that differ only in the values of their weights."""
     return type(block), repr(block), tuple((tuple(p.shape), p.dtype) for p in block.parameters())
 
