@@ -173,7 +173,8 @@ def _synchronise(device: torch.device) -> None:
 
 def kind_of_block(block: nn.Module) -> tuple[Any, ...]:
     """A key that is equal for blocks that differ only in the values of their weights."""
-    return type(block), repr(block), tuple((tuple(p.shape), p.dtype) for p in block.parameters())
+    tensors = (*block.parameters(), *block.buffers())
+    return type(block), repr(block), tuple((tuple(x.shape), x.dtype) for x in tensors)
 
 
 def divide_blocks(
