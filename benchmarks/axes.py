@@ -1,7 +1,7 @@
 """Every layout computes what one rank computes, and goes on from the checkpoints of every other.
 
     python benchmarks/axes.py                                  # exit code 1 if one does not
-    python benchmarks/axes.py --only equality --ranks 2        # a quick look
+    python benchmarks/axes.py --only equality --layouts 1x1,1x2:tp=2      # a quick look
 
 Equality: all layouts of 1, 2 and 4 ranks, and a sample of 8, train a small language model for 100
 steps. Its embeddings are tied, gradients are clipped and accumulated, the last batch of an epoch
@@ -35,18 +35,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from tests.moving import CHAIN, STEPS, Moving  # noqa: E402
 from tests.training import CASES, LAYOUTS, Case, Trainings, difference  # noqa: E402
 
-from allranks.layout import Layout  # noqa: E402
+from allranks.layout import split_layouts  # noqa: E402
 
 LIMIT = 1e-5  # of a run that goes on
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=8, help="only layouts of up to so many")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="only these")
     parser.add_argument("--only", choices=["equality", "checkpoints"])
     parser.add_argument("--steps", type=int, default=100, help="of each training in equality")
     options = parser.parse_args()
-    layouts = [one for one in LAYOUTS if Layout.parse(one).ranks <= options.ranks]
+    layouts = split_layouts(options.layouts, "--layouts")
     failures: list[str] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

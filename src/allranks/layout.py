@@ -87,7 +87,8 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read what `str` writes. Raises AllranksError."""
-        shape, colon, axes = text.strip().partition(":")
+        shape, colon, axes = text.partition(":")
+        shape = "".join(shape.split())
         match = re.fullmatch(r"([0-9]+)x([0-9]+)", shape)
         if match is None:
             raise AllranksError(f'layout "{text}" is not NODESxGPUS', fix=f"write {_near(shape)}")
@@ -135,7 +136,8 @@ class Layout:
                 close = difflib.get_close_matches(axis.lower(), AXES, n=1)
                 known = f"{AXES[0]}, {', '.join(AXES[1:-1])} and {AXES[-1]}"
                 what = f'layout "{text}" has no axis "{axis}"; the axes are {known}'
-                raise self._refused(what, {**sizes, **dict.fromkeys(close, _first_number(digits))})
+                meant = dict.fromkeys(close or ["fsdp"], _first_number(digits))
+                raise self._refused(what, {**sizes, **meant})
             if axis in sizes:
                 raise self._refused(f'layout "{text}" gives {axis} twice', sizes)
             if not re.fullmatch(r"[0-9]+", digits) or not digits.strip("0"):

@@ -145,7 +145,7 @@ def test_a_task_is_measured_with_its_mathematics_unchanged(tmp_path: Path) -> No
 
 
 def test_layouts_that_divide_the_model_are_compared(tmp_path: Path) -> None:
-    layouts = {"1x2": "all-reduce", "1x2:fsdp=2": "all-gather", "1x2:pp=2": "pipeline"}
+    layouts = {"1x2:tp=2": "tensor-parallel", "1x2:fsdp=2": "all-gather", "1x2:pp=2": "pipeline"}
     args = ["task=language", "options.size=tiny", "batch_size=4", "--no-baseline"]
     args += ["--layouts", ",".join(layouts), "--repeats", "1", "--steps", "3"]
     found = bench(tmp_path, *args)
@@ -155,5 +155,7 @@ def test_layouts_that_divide_the_model_are_compared(tmp_path: Path) -> None:
     for layout, exchange in layouts.items():
         assert rows[layout]["exchanges"][exchange] > 0
         assert sum(rows[layout]["exchanges"].values()) <= rows[layout]["step_seconds"]
+    assert "reduce-scatter" in rows["1x2:fsdp=2"]["exchanges"]
+    assert "all-gather" not in rows["1x2:tp=2"]["exchanges"]  # no weights are gathered
     base = max(found["rows"], key=lambda row: row["samples_per_second"])["layout"]
     assert {row["baseline"] for row in found["rows"]} == {base}  # the fastest of as many ranks

@@ -23,7 +23,7 @@ from allranks.train.counted import SavedTensors
 pytestmark = pytest.mark.ranks
 
 TINY = {
-    "task": "language",
+    "task": "language",  # whose embeddings are tied
     "options": {"context": 16},
     "batch_size": 24,
     "steps": 5,
@@ -37,9 +37,9 @@ TINY = {
     [
         ("1x2", {"task": "digits", "options": {"norm": "batch"}, "batch_size": 16}),
         ("1x2", {"options": {"size": "16m", "context": 8}, "micro_batch_size": 4}),
-        ("1x3:fsdp=3", {"micro_batch_size": 4, "activation_checkpointing": "full"}),
+        ("1x6:fsdp=3", {"micro_batch_size": 2, "activation_checkpointing": "full"}),  # hybrid
+        ("1x4:fsdp=2,tp=2", {}),
         ("1x4:tp=2,pp=2", {}),
-        ("1x2:pp=2", {}),
         ("1x4:pp=4", {"pipeline": {"schedule": "gpipe", "micro_batches": 3}}),
         ("1x4:pp=2,fsdp=2", {"pipeline": {"micro_batches": 4}}),
         *(pytest.param(layout, {}, marks=pytest.mark.soak) for layout in LAYOUTS),

@@ -115,6 +115,7 @@ FOUND = {
     "micro_batch_size": 4,
     "micro_batches": 4,
     "stages": [25, 25],
+    "warnings": [],
     "ranks": [
         {
             "kind": kind,

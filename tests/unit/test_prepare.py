@@ -584,6 +584,40 @@ def test_a_batch_smaller_than_the_ranks_is_warned_of(
     assert not any(warnings(prepare(typed(f"batch_size={batch}", layout=x)).job) for x in smaller)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "layouts", "said"),
+    [
+        (["micro_batches=4"], ["1x2"], "has no effect on layout 1x2, which has no pp; "
+         "write --layout 1x2:pp=2, or micro_batch_size=4 to accumulate gradients"),
+        (["micro_batches=4"], ["1x1"], "write --layout 1x2:pp=2, or micro_batch_size=8 to"),
+        (["micro_batches=4"], ["1x4:tp=2"], "write --layout 1x4:tp=2,pp=2, or micro_batch_size=4"),
+        (["schedule=gpipe", "micro_batches=4"], ["1x2"],
+         "pipeline.schedule and pipeline.micro_batches have no effect"),
+        (["schedule=1f1b"], ["1x2"], None),
+        (["micro_batches=4"], ["1x1", "1x2:pp=2"], None),  # compared with each other
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("clean")
+def test_a_pipeline_without_pp_is_warned_of(
+    overrides: list[str], layouts: list[str], said: str | None
+) -> None:
+    words = ["batch_size=32", *(f"pipeline.{one}" for one in overrides)]
+    warned = warnings(*(prepare(typed(*words, layout=one)).job for one in layouts))
+    assert len(warned) == bool(said)
+    assert not said or said in warned[0]
+
+
+@pytest.mark.usefixtures("clean")
+def test_two_sizes_of_micro_batches_are_warned_of() -> None:
+    def warned(size: object) -> list[str]:
+        words = ["batch_size=32", f"micro_batch_size={size}", "pipeline.micro_batches=4"]
+        return warnings(prepare(typed(*words, layout="1x2:pp=2")).job)
+
+    assert warned(8) == warned("auto") == warned("null") == []
+    (said,) = warned(4)
+    assert "micro_batch_size=4 has no effect" in said and "micro-batches of 8 samples" in said
+
+
 # --- What the machine can hold ------------------------------------------------------------------
 
 

@@ -376,7 +376,9 @@ def test_layouts_of_as_many_ranks_are_rows_of_their_own() -> None:
     assert {row["layout"]: round(1 / row["speedup"], 3) for row in found["rows"]} == steps
     assert found["verdict"].startswith("1x4:pp=2 is 3.34x as fast as 1x1 (83.6% efficient, measu")
     assert "; 1x4:tp=2 may be as fast, as their 95% intervals overlap" in found["verdict"]
-    assert "relative to" not in shown(found, 200)
+    printed = shown(found, 200)
+    assert "relative to" not in printed
+    assert "3 (stage 1, replica 1)" in printed and "3 (shard 3)" in printed  # the slowest rank
     same = [repeat("1x4", 0.5), repeat("1x4:fsdp=4", 0.4), repeat("1x4:tp=4", 1.0)]
     found = as_json(same)
     assert {row["baseline"] for row in found["rows"]} == {"1x4:fsdp=4"} and found["fit"] is None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +19,15 @@ from allranks.errors import AllranksError
 from allranks.job.job import parse_job
 from allranks.job.stages import check_stages, num_micro_batches
 from allranks.layout import Layout
+from allranks.run.folder import RunDir
 from allranks.tasks import Task
 from allranks.tasks.language import Language
-from allranks.train import build
+from allranks.train import stages
 from allranks.train.data import Cut, MicroBatch
+from allranks.train.dry_step import kinds_of_places
 from allranks.train.mesh import Mesh
-from allranks.train.pipeline import blocks_of, divide, measure
+from allranks.train.pipeline import Passed
+from allranks.train.stages import blocks_of, divide, divide_blocks, measure
 
 
 def test_the_largest_stage_is_as_small_as_possible() -> None:
@@ -131,16 +136,25 @@ class Saved:
         return {"stages": self.stages}
 
 
-def test_a_resumed_run_divides_its_model_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Language()
-    job = parse_job({"task": "language", "layout": "1x2:pp=2"})
-    mesh = Mesh(layout=job.layout)
-    monkeypatch.setattr(build, "measure", lambda blocks, *_: [1.0] * len(blocks))
+def test_a_resumed_run_divides_its_model_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, run = Language(), RunDir(tmp_path)
     data: Any = SimpleNamespace(example=lambda _: None, device=torch.device("cpu"))
-    for before, after in (([], [2, 2]), ([3, 1], [3, 1]), ([1, 1, 2], [2, 2])):
-        commit: Any = Saved(before)
-        arguments = (job, mesh, task, task.model(), data, nullcontext(), commit)
-        assert build.divide_blocks(*arguments) == after
+
+    def divided(pp: int, costs: Sequence[float], commit: Any = None) -> list[int]:
+        monkeypatch.setattr(stages, "measure", lambda *_: [*costs])
+        job = parse_job({"task": "language", "layout": f"1x{pp}:pp={pp}"})
+        mesh = Mesh(layout=job.layout)
+        return divide_blocks(job, mesh, task, task.model(), data, nullcontext(), run, commit)
+
+    assert divided(2, [1, 1, 1, 4]) == [3, 1]  # nothing was committed
+    assert divided(4, [1, 1, 1, 1]) == [1, 1, 1, 1]  # other stages
+    assert divided(2, [1, 1, 1, 1], Saved([1, 1, 1, 1])) == [3, 1]  # as before
+    (tmp_path / stages.FILE).unlink()
+    assert divided(2, [1, 1, 1, 1], Saved([1, 3])) == [1, 3]
+    (tmp_path / stages.FILE).write_text('{"2": [4, 1]}')  # of another model
+    assert divided(2, [1, 1, 1, 1]) == [2, 2]
 
 
 def test_costs_are_measured_of_each_block_and_equal_for_equal_blocks() -> None:
@@ -163,3 +177,21 @@ def test_tied_weights_are_in_two_of_languages_blocks() -> None:
     blocks = blocks_of(Language(), Language().model())
     first, last = ({id(p) for p in block.parameters()} for block in (blocks[0], blocks[-1]))
     assert len(first & last) == 1
+
+
+def test_places_of_a_pipeline_that_are_explained_alike() -> None:
+    blocks = [nn.Linear(4, 4) for _ in range(6)]
+    same = Passed(tensors=(((2, 4), torch.float32),))
+
+    def kinds(num_ranks: int, passed: Mapping[int, Passed]) -> list[Any]:
+        return kinds_of_places(blocks, [1] * 6, passed, num_ranks)
+
+    passed = dict.fromkeys(range(1, 6), same)
+    first, *middle, last = kinds(6, passed)
+    assert middle == [middle[0]] * 4 and first not in middle and last not in middle
+    (first, *middle, last) = kinds(3, passed)  # two stages each
+    assert len(middle) == 1 and first != last
+    other = {**passed, 3: Passed(tensors=(((1, 4), torch.float32),))}
+    assert [kinds(6, other).count(kind) for kind in kinds(6, other)] == [1, 2, 1, 1, 2, 1]
+    blocks[1].weight = blocks[2].weight  # the sum of their gradients is exchanged
+    assert [kinds(6, passed).count(kind) for kind in kinds(6, passed)] == [1, 1, 1, 2, 2, 1]

@@ -88,7 +88,7 @@ class Series:
         for _, one in self.planned:
             local.ranks_here(one, node.Place())  # refuses all before the first has run
         checks.check_supported(*(one.job for _, one in self.planned))
-        remarks = [said for _, one in self.planned for said in checks.warnings(one.job)]
+        remarks = checks.warnings(*(one.job for _, one in self.planned))
         if not oversubscribe:
             for _, one in self.planned:
                 remarks += checks.check_machine(one.layout, here=one.layout.ranks, is_measured=True)

@@ -54,6 +54,7 @@ from allranks.timing.result import (
     sentences,
     shown_exchanges,
     shown_parts,
+    slowest_words,
 )
 from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing
 from allranks.timing.verdict import Judgement, judge
@@ -532,7 +533,7 @@ def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         (
             name_of(row, rows),
             *(duration(row["divided"][part]) for part in shown),
-            count(row["slowest_rank"]),
+            slowest_words(row["slowest_rank"], row["layout"]),
             row["limit"] or NOTHING,
         )
         for row in rows

@@ -334,6 +334,8 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
 def show_draft(drafted: Any, *, as_json: bool) -> None:
     from allranks.launch.screen import show_draft as show_drafted
 
+    for remark in drafted.remarks:
+        print(f"note: {remark}", file=sys.stderr)
     if as_json:
         print_json({"table": drafted.table, "scripts": drafted.scripts})
         return

@@ -52,11 +52,13 @@ def choices(facts: ModelFacts) -> str:
     sizes = [str(tp) for tp in range(1, most + 1) if facts.can_have_tp(tp)]
     if len(sizes) > MOST_SHOWN:
         sizes[MOST_SHOWN - 1 : -1] = ["…"]
-    # The smallest numbers are what limits it.
-    least = sorted(facts.divided.items(), key=lambda item: item[1])[:3]
-    why = ", ".join(f"{n:,} {name}" for name, n in least)
+    why, common = [], 0
+    for name, n in sorted(facts.divided.items(), key=lambda item: item[1]):
+        if math.gcd(common, n) != common:  # else the others allow no more than this one
+            why.append(f"{n:,} {name}")
+        common = math.gcd(common, n)
     which = " or ".join(filter(None, (", ".join(sizes[:-1]), sizes[-1])))
-    return f"this model can have tp={which} ({why})"
+    return f"this model can have tp={which} ({', '.join(why)})"
 
 
 def nearest(layout: Layout, facts: ModelFacts) -> list[str]:

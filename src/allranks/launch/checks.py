@@ -8,11 +8,12 @@ import re
 import shlex
 import shutil
 import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.errors import AllranksError
-from allranks.job.job import Job
+from allranks.job.job import Job, Pipeline
 from allranks.job.stages import num_micro_batches
 from allranks.launch.models import check_models
 from allranks.layout import MAX_GPUS_PER_NODE, Layout
@@ -114,25 +115,62 @@ def settle_precision(prepared: Prepared) -> list[str]:
     return [f"{ONEDNN_LIMIT}={limit}: {dies}"]
 
 
-def warnings(job: Job) -> list[str]:
-    """Settings of a job that do not do what people expect."""
-    said = []
+def warnings(*jobs: Job) -> list[str]:
+    """Settings that do not do what people expect, in a job or in its forms for several layouts."""
+    said = [line for job in jobs for line in (*_idle_ranks(job), *_unread_variables(job))]
+    return [*dict.fromkeys([*said, *_unused_micro_batches(jobs)])]
+
+
+def _idle_ranks(job: Job) -> Iterator[str]:
     layout, batch, shares = job.layout, job.batch_size, job.layout.data_ranks
     if job.command is None and batch is not None and batch < shares:
         nodes, idle = min(layout.nodes, batch), (shares - batch) * layout.ranks // shares
         near = f"--layout {Layout(nodes, batch // nodes)}, or " if shares == layout.ranks else ""
         of_them = "" if shares == layout.ranks else " that get samples of their own (dp x fsdp)"
-        said.append(
+        yield (
             f"batch_size {batch} is less than the {shares} ranks of layout {layout}{of_them}: "
             f"{count(idle, 'rank')} will never get a sample; write "
             f"{near}batch_size={shares} or more"
         )
+
+
+def _unread_variables(job: Job) -> Iterator[str]:
     if "NCCL_TIMEOUT" in {**os.environ, **job.env}:
-        said.append(
+        yield (
             "NCCL_TIMEOUT is set, but NCCL does not read it; "
             f"the job's key `timeout` ({job.timeout}) is what counts"
         )
-    return said
+
+
+def _unused_micro_batches(jobs: Sequence[Job]) -> Iterator[str]:
+    """Not refused: a job keeps its keys where a run moves to a layout without pp."""
+    default, with_pp = Pipeline(), [job for job in jobs if job.layout.pp > 1]
+    for job in with_pp:
+        wanted, largest = job.pipeline.micro_batches, _largest_micro_batch(job)
+        if wanted and job.micro_batch_size not in (None, "auto", largest):
+            yield (
+                f"micro_batch_size={job.micro_batch_size} has no effect on layout {job.layout}: "
+                f"pipeline.micro_batches={wanted} makes micro-batches of "
+                f"{count(largest, 'sample')}; leave one of them out"
+            )
+    for job in jobs[-1:] if not with_pp else ():
+        layout, wanted = job.layout, job.pipeline.micro_batches
+        keys = [f"pipeline.{key}" for key, value in default if getattr(job.pipeline, key) != value]
+        has = "have" if len(keys) > 1 else "has"
+        is_possible = layout.ranks % (2 * layout.tp) == 0
+        near = Layout(layout.nodes, layout.gpus, tp=layout.tp, pp=2) if is_possible else "1x2:pp=2"
+        size = f", or micro_batch_size={_largest_micro_batch(job)} to accumulate gradients"
+        if keys:
+            yield (
+                f"{' and '.join(keys)} {has} no effect on layout {layout}, which has no pp; "
+                f"write --layout {near}{size if wanted else ''}"
+            )
+
+
+def _largest_micro_batch(job: Job) -> int:
+    """How many samples pipeline.micro_batches leaves for each."""
+    share = job.batch_size_per_rank or -(-(job.batch_size or 1) // job.layout.data_ranks)
+    return -(-share // (job.pipeline.micro_batches or 1))
 
 
 def check_supported(*jobs: Job) -> None:

@@ -41,7 +41,11 @@ def explain(prepared: Prepared) -> dict[str, Any]:
         {"rank": rank, "node": rank // job.layout.gpus, **job.layout.place_of(rank)}
         for rank in range(job.layout.ranks)
     ]
-    return {"name": job.name, "task": job.task, **found, "placement": placement}
+    return {
+        **{"name": job.name, "task": job.task, **found},
+        "placement": placement,
+        "warnings": checks.warnings(job),
+    }
 
 
 def show(console: Console, found: Found) -> None:
@@ -57,6 +61,8 @@ def show(console: Console, found: Found) -> None:
         console.print()
     for line in notes(found):
         console.print(Text(line, style="dim"))
+    for remark in found["warnings"]:
+        console.print(Text(f"note: {remark}", style="yellow"), soft_wrap=True)
 
 
 def title(layout: Layout) -> str:

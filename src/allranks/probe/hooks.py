@@ -258,7 +258,17 @@ def hook_tensor_waits(recorder: Recorder) -> None:
         group, "wait_for_unshard"
     ):  # on a GPU it waits on the stream, not for a Work
         unshard = group.wait_for_unshard
-        group.wait_for_unshard = waiting(recorder, unshard, exchange="all-gather")
+        timed_unshard = waiting(recorder, unshard, exchange="all-gather")
+
+        @unseen_by_compilers
+        @functools.wraps(unshard)
+        def wait_for_unshard(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            # Shards that are the whole, as with tp alone, wait for nobody.
+            mesh = getattr(parameters, "mesh_info", None)
+            is_whole = getattr(mesh, "shard_mesh_size", 2) == 1
+            return (unshard if is_whole else timed_unshard)(parameters, *args, **kwargs)
+
+        group.wait_for_unshard = wait_for_unshard
     schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
     if hasattr(schedules, "_wait_batch_p2p"):
         receive = schedules._wait_batch_p2p

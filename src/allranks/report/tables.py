@@ -29,6 +29,7 @@ from allranks.timing.result import (
     VerdictLine,
     shown_exchanges,
     shown_parts,
+    slowest_words,
     verdict_lines,
     verdict_table,
 )
@@ -133,7 +134,7 @@ def parts(rows: Sequence[Record], section: Record) -> Table:
             count(row["batch"]),
             duration(row["step_seconds"]),
             *(percent(row["divided"][part] / row["step_seconds"]) for part in shown),
-            count(row["slowest_rank"]),
+            slowest_words(row["slowest_rank"], row["layout"]),
             row["limit"] or NOTHING,
         )
         for row in rows

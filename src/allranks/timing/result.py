@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.text import Text
 
+from allranks.layout import with_place
 from allranks.run.folder import RunDir, State
 from allranks.run.record import outcome, read_ranks, samples_trained
-from allranks.show.numbers import count, duration, number, percent
+from allranks.show.numbers import NOTHING, count, duration, number, percent
 from allranks.show.tables import Cell, Table, facts
 from allranks.show.text import clean, in_markdown
 from allranks.timing.remarks import remarks
@@ -183,6 +184,11 @@ def shown_exchanges(rows: Iterable[tuple[Mapping[str, float], float]]) -> list[s
             if seconds >= LEAST_SHOWN * step
         )
     )
+
+
+def slowest_words(rank: int | None, layout: str) -> str:
+    """`3 (stage 1)`: the slowest rank, and where it is in a layout that divides the model."""
+    return NOTHING if rank is None else with_place(count(rank), layout, [rank])
 
 
 def with_line(text: str, line: str | None) -> str:

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from allranks.errors import AllranksError
 from allranks.job.job import Job
-from allranks.job.stages import check_stages, num_micro_batches
+from allranks.job.stages import num_micro_batches
 from allranks.job.task_source import find_task
 from allranks.layout import Layout
 from allranks.machine.allotted import cpus_allotted
@@ -62,7 +62,8 @@ from allranks.train.optim import (
     copies_in_replica,
     rate_scale,
 )
-from allranks.train.pipeline import Pipeline, blocks_of, divide, measure
+from allranks.train.pipeline import Pipeline
+from allranks.train.stages import divide_blocks
 
 VECTOR_MATH = (
     *(torch.acos, torch.asin, torch.atan, torch.cos, torch.sin, torch.tan, torch.cosh, torch.sinh),
@@ -144,7 +145,7 @@ def build(
     micro_batches.begin(data, precision)  # collective
     autocast = parallelize.autocast(precision, device)
     commit = chosen_checkpoint(me)
-    model, pipeline = divided_model(job, mesh, task, data, autocast, commit)
+    model, pipeline = divided_model(me.run, job, mesh, task, data, autocast, commit)
     parameters = [p for p in model.parameters() if p.requires_grad]
     in_graph = rules is not None and device.type == "cuda" and me.world_size == 1
     optimizer = build_optimizer(job.optimizer, parameters, in_graph=in_graph)
@@ -245,6 +246,7 @@ def checkpointer_of(
 
 
 def divided_model(
+    run: RunDir,
     job: Job,
     mesh: Mesh,
     task: Task,
@@ -266,7 +268,7 @@ def divided_model(
         data.dtype = torch.float64
     pipeline = None
     if mesh.layout.pp > 1:
-        sizes = divide_blocks(job, mesh, task, model, data, autocast, commit)
+        sizes = divide_blocks(job, mesh, task, model, data, autocast, run, commit)
         schedule, number = job.pipeline.schedule, data.cut.num_of_whole
         pipeline = Pipeline(task, sizes, mesh, data.device, schedule, number)
 
@@ -314,41 +316,6 @@ def notes_of(me: Rank, job: Job, pipeline: Pipeline | None) -> dict[str, Any]:
 def num_parameters(model: nn.Module, pipeline: Pipeline | None) -> int:
     """Of the whole model."""
     return pipeline.num_parameters if pipeline else sum(p.numel() for p in model.parameters())
-
-
-def divide_blocks(
-    job: Job,
-    mesh: Mesh,
-    task: Task,
-    model: nn.Module,
-    data: TrainingData,
-    autocast: AbstractContextManager[None],
-    commit: commits.Commit | None,
-) -> list[int]:
-    """Blocks of each stage: as they were in a resumed run, else by their cost. Collective."""
-    blocks, num_stages = blocks_and_stages(job, mesh.layout, task, model)
-    before = commit.manifest().get("stages", []) if commit else []
-    if len(before) == num_stages and sum(before) == len(blocks):
-        return list(before)
-    parallelize.synchronise_batch_norm(model, Ranks())  # as it will be, but without other ranks
-    costs = measure(blocks, data.example(Progress()), task.loss, autocast, data.device)
-    # Of all ranks together, so that all divide alike.
-    seconds = mesh.world.sum(torch.tensor(costs, device=data.device))  # collective
-    return divide(seconds.tolist(), num_stages)
-
-
-def blocks_and_stages(
-    job: Job, layout: Layout, task: Task, model: nn.Module
-) -> tuple[list[nn.Module], int]:
-    """The model's blocks, and how many stages to make of them. Raises AllranksError."""
-    if task.couples_samples:
-        raise AllranksError(
-            f"layout {layout}: a pipeline's micro-batches are filled up with samples that do "
-            f"not count, but {type(task).__name__} compares samples (couples_samples)",
-            fix=f"write --layout {replace(layout, fsdp=layout.fsdp * layout.pp, pp=1)}",
-        )
-    blocks = blocks_of(task, model)
-    return blocks, check_stages(layout, job.pipeline.schedule, len(blocks))
 
 
 def plan_of(task: Task, model: nn.Module, mesh: Mesh) -> Mapping[str, Any] | None:

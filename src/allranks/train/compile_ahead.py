@@ -237,7 +237,7 @@ def compile_for(job: Job, layout: Layout, device: torch.device, size: int) -> No
     data = build.training_data(me, mesh, job, task, datasets["train"], device)
     data.cut = replace(data.cut, micro_batch_size=size)  # `auto` is known to the ranks alone
     autocast = parallelize.autocast(parallelize.resolve_precision(job.precision, device), device)
-    model, _ = build.divided_model(job, mesh, task, data, autocast, None)
+    model, _ = build.divided_model(me.run, job, mesh, task, data, autocast, None)
     t: Any = SimpleNamespace(  # what a pass needs of a Training
         task=task,
         mesh=mesh,

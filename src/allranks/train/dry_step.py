@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +37,8 @@ from allranks.train.fast_step import model_and_loss
 from allranks.train.loop import Training, forward_backward, update
 from allranks.train.mesh import Mesh, Ranks
 from allranks.train.optim import Scaler, allocate_state, build_optimizer
-from allranks.train.pipeline import Passed, Pipeline, blocks_of, divide
+from allranks.train.pipeline import Passed, Pipeline
+from allranks.train.stages import blocks_and_stages, blocks_of, divide, kind_of_block
 
 DEVICE = torch.device("cpu")
 WITHOUT_DATA = FakeTensorMode()  # one for all: tensors of two of them cannot be used together
@@ -52,6 +53,7 @@ class Stages:
     sizes: list[int]  # blocks of each
     passed: dict[int, Passed]  # what each gets
     has_weights: bool  # whether the task's loss weights its samples
+    kinds: list[Any]  # of the places along pp: those of one kind hold and send the same
 
 
 @dataclass(slots=True)
@@ -59,7 +61,8 @@ class Tried:
     """What one rank of a pipeline stage holds and sent."""
 
     held: Held
-    activations: int
+    kept: int  # for the backward pass, of a micro-batch
+    in_flight: list[float]  # micro-batches that each place along pp keeps at once
     sent: Counter[Sent]
     batch: dict[str, Any]
     stages: Stages | None
@@ -70,6 +73,16 @@ def precision_of(job: Job) -> str:
     if job.precision == "auto" and torch.cuda.is_available():
         return parallelize.resolve_precision("auto", torch.device("cuda"))
     return {"auto": "fp32", "tf32": "fp32"}.get(job.precision, job.precision)
+
+
+def try_places(job: Job, task: Task, samples: Dataset[Any]) -> list[Tried]:
+    """Try one step of a rank at each place of the pipeline; of places of one kind, at the first."""
+    tried: list[Tried] = []
+    for pp in range(job.layout.pp):
+        stages = tried[0].stages if tried else None
+        first = stages.kinds.index(stages.kinds[pp]) if stages else pp
+        tried.append(tried[first] if first < pp else try_place(job, task, samples, pp, stages))
+    return tried
 
 
 def try_place(
@@ -141,14 +154,14 @@ def try_rank(
             held.gradients = parts_of(p.grad for p in t.parameters if p.grad is not None)
             exchanges.when, exchanges.times = "update", 1
             update(t)
-            at_once = in_flight(pipeline, in_schedule, stages.passed) if pipeline and stages else 1
+            at_once = in_flight(pipeline, in_schedule, stages.passed) if pipeline and stages else []
         counts: dict[str, Any] = {
             "batch_size": data.cut.batch_size,
             "micro_batch_size": data.cut.largest,
             "micro_batches": len(micro_batches),
             "stages": pipeline.sizes if pipeline else None,
         }
-        return Tried(held, round(saved.most * at_once), exchanges.sent, counts, stages)
+        return Tried(held, saved.most, at_once or [1], exchanges.sent, counts, stages)
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # it remembers this rank's groups
@@ -180,7 +193,7 @@ def training(
     autocast = parallelize.autocast(precision, DEVICE)  # type: ignore[arg-type]
     data.example = lambda progress: example  # type: ignore[method-assign]  # without data
     with Division(job, task, example, autocast, stages).used() as division:
-        model, pipeline = build.divided_model(job, mesh, task, data, autocast, None)
+        model, pipeline = build.divided_model(RunDir(Path()), job, mesh, task, data, autocast, None)
     parameters = [p for p in model.parameters() if p.requires_grad]
     # What it holds is counted, wherever that is.
     optimizer = build_optimizer(job.optimizer.model_copy(update={"offload": False}), parameters)
@@ -271,7 +284,7 @@ class Division:
         """Blocks of each stage, by their floating-point operations in place of their time."""
         if self.stages is not None:
             return self.stages.sizes
-        blocks, num_stages = build.blocks_and_stages(job, mesh.layout, task, model)
+        blocks, num_stages = blocks_and_stages(job, mesh.layout, task, model)
         costs, outputs = [], []
         values = self.micro.inputs
         with torch.no_grad(), self.autocast:
@@ -293,7 +306,8 @@ class Division:
         passed = {
             at: Passed.of(x if isinstance(x, tuple) else (x,)) for at, x in enumerate(got, start=1)
         }
-        self.stages = Stages(sizes, passed, has_weights)
+        kinds = kinds_of_places(blocks, sizes, passed, mesh.layout.pp)
+        self.stages = Stages(sizes, passed, has_weights, kinds)
         return sizes
 
     def _divide_gradients(
@@ -309,20 +323,48 @@ class Division:
         return pieces[::-1], limits[::-1]  # DDP turns them around
 
 
-def in_flight(pipeline: Pipeline, number: int, passed: dict[int, Passed]) -> float:
-    """The number of micro-batches whose activations a rank keeps at once."""
+def kinds_of_places(
+    blocks: Sequence[nn.Module], sizes: Sequence[int], passed: Mapping[int, Passed], num_ranks: int
+) -> list[Any]:
+    """What decides what a rank at each place along pp holds and sends.
+
+    Places are of one kind where they have blocks of the same kinds, which get and return the same.
+    The first and the last stage, and those that share weights with others, are like no other.
+    """
+    ends = [*itertools.accumulate(sizes, initial=0)]
+    of_stages = [blocks[start:stop] for start, stop in itertools.pairwise(ends)]
+    held = Counter(id(p) for of in of_stages for p in {*nn.ModuleList(of).parameters()})
+    kinds: list[Any] = []
+    for place in range(num_ranks):
+        numbers = range(place, len(sizes), num_ranks)
+        is_like_no_other = any(
+            number in (0, len(sizes) - 1)
+            or any(held[id(p)] > 1 for p in nn.ModuleList(of_stages[number]).parameters())
+            for number in numbers
+        )
+        alike = [
+            (passed[number], passed[number + 1], *map(kind_of_block, of_stages[number]))
+            for number in (() if is_like_no_other else numbers)
+        ]
+        kinds.append(place if is_like_no_other else alike)
+    return kinds
+
+
+def in_flight(pipeline: Pipeline, number: int, passed: dict[int, Passed]) -> list[float]:
+    """The number of micro-batches whose activations each place along pp keeps at once."""
     pipeline._ticks = torch.zeros(number)
     schedule, size = pipeline._make_schedule(passed), pipeline.ranks.size
     if isinstance(schedule, ScheduleGPipe):
-        return number
+        return [number] * size
     if isinstance(schedule, Schedule1F1B):
-        return min(number, size - pipeline.stages[0].number)
-    most = now = 0
-    for action in filter(None, schedule.pipeline_order[pipeline.ranks.rank]):
-        kind = action.computation_type.name
-        now += {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}.get(kind, 0)
-        most = max(most, now)
-    return most / len(pipeline.stages)
+        return [min(number, size - place) for place in range(size)]
+    changes = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
+    of_places = []
+    for place in range(size):
+        actions = filter(None, schedule.pipeline_order[place])
+        now = (changes.get(action.computation_type.name, 0) for action in actions)
+        of_places.append(max(itertools.accumulate(now)) / len(pipeline.stages))
+    return of_places
 
 
 # What torch cannot do on tensors without data.

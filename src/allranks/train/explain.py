@@ -24,8 +24,9 @@ from allranks.run import tracebacks
 from allranks.tasks import Task
 from allranks.train import build
 from allranks.train.counted import Sent, bytes_at
-from allranks.train.dry_step import WITHOUT_DATA, Tried, imitate, precision_of, try_place
+from allranks.train.dry_step import WITHOUT_DATA, Tried, imitate, precision_of, try_places
 from allranks.train.model_facts import facts_of
+from allranks.train.stages import blocks_and_stages
 
 
 def main() -> None:
@@ -65,11 +66,11 @@ def check(job: Job) -> None:
 def check_model(job: Job, task: Task, model: nn.Module) -> None:
     check_tp(job.layout, facts_of(job, task, model))
     if job.layout.pp > 1:
-        build.blocks_and_stages(job, job.layout, task, model)
+        blocks_and_stages(job, job.layout, task, model)
 
 
 def explain(job: Job) -> dict[str, Any]:
-    """What the ranks of the layout hold and send. One rank at each place along pp is tried."""
+    """What the ranks of the layout hold and send. Only ranks that differ along pp are tried."""
     # Nothing is loaded by other processes.
     job = job.model_copy(update={"data": job.data.model_copy(update={"num_workers": 0})})
     imitate()
@@ -79,9 +80,7 @@ def explain(job: Job) -> dict[str, Any]:
         check_model(job, task, model)
         num_parameters = sum(p.numel() for p in model.parameters())
     samples = task.datasets()["train"]
-    tried: list[Tried] = []
-    for pp in range(layout.pp):
-        tried.append(try_place(job, task, samples, pp, tried[-1].stages if tried else None))
+    tried = try_places(job, task, samples)
     return {
         "layout": str(layout),
         "axes": {axis: getattr(layout, axis) for axis in NESTING},
@@ -115,7 +114,7 @@ def kinds_of(
                 "buffers": bytes_at(tried.held.buffers, place),
                 "gradients": bytes_at(tried.held.gradients, place),
                 "optimizer": bytes_at(tried.held.optimizer, place),
-                "activations": tried.activations,
+                "activations": round(tried.kept * tried.in_flight[place["pp"]]),
             }
         groups.setdefault((place["pp"], *known[key].values()), []).append(rank)
     found = []

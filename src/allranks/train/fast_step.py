@@ -37,7 +37,8 @@ from allranks.train.parallelize import (
     plain,
     without_sync,
 )
-from allranks.train.pipeline import Pipeline, blocks_of
+from allranks.train.pipeline import Pipeline
+from allranks.train.stages import blocks_of
 
 MOST_MICRO_BATCHES = 16  # in one graph: more of them keep a GPU busy without
 # Two backward passes may sum in different orders; a learning rate or batch that was ignored, or an

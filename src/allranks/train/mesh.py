@@ -41,11 +41,18 @@ class Ranks:
             dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
         return value
 
+    def from_first(self, value: Result) -> Result:
+        """The first rank's value, on all of them. Collective."""
+        return self._from(0, value)
+
     def from_last(self, value: Result) -> Result:
         """The last rank's value, on all of them. Collective."""
+        return self._from(self.size - 1, value)
+
+    def _from(self, rank: int, value: Result) -> Result:
         values = [value]
         if self.size > 1:
-            dist.broadcast_object_list(values, group=self.group, group_src=self.size - 1)
+            dist.broadcast_object_list(values, group=self.group, group_src=rank)
         return values[0]
 
 

@@ -33,7 +33,8 @@ from allranks.train.data import Cut, TrainingData
 from allranks.train.fast_step import pass_without_weight, set_compiled
 from allranks.train.loop import Training, clear_gradients, save, train, update, weighted_losses
 from allranks.train.parallelize import without_sync
-from allranks.train.pipeline import Pipeline, measure
+from allranks.train.pipeline import Pipeline
+from allranks.train.stages import measure
 
 if TYPE_CHECKING:
     from allranks.train.build import Rank

@@ -1,15 +1,12 @@
 """A model's blocks divided among stages, each on other ranks, which work on micro-batches in turn.
 
-torch.distributed.pipelining says who computes which micro-batch when. Blocks are divided by
-their measured times, and weights that several stages share get the sum of their gradients, so that
-the stages together compute what one rank would.
+torch.distributed.pipelining says who computes which micro-batch when. Weights that several stages
+share get the sum of their gradients, so that the stages together compute what one rank would.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,7 +31,6 @@ from allranks.tasks import Task
 from allranks.timing import timeline
 from allranks.train.data import Batch, MicroBatch
 from allranks.train.loop import (
-    Loss,
     Training,
     check_losses,
     clear_gradients,
@@ -50,154 +46,7 @@ from allranks.train.parallelize import (
     compile_calls,
     norms_count,
 )
-
-MEASURED_PASSES = 3  # of each block, after one that warms up
-
-
-def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
-    """The model's blocks; those without weights join the one before, leading ones the one after.
-
-    Raises AllranksError if the model is not known to be a chain, or has weights outside of it.
-    """
-    blocks = task.blocks(model)
-    if blocks is None and isinstance(model, nn.Sequential):
-        blocks = list(model)
-    name = type(task).__name__
-    if not blocks:
-        raise AllranksError(
-            f"the layout has pp, but {name} does not say of which blocks its model is a chain",
-            fix="write fsdp in place of pp, since fsdp divides any model, or add a method "
-            f"blocks(model) to {name} that returns them as a list",
-        )
-    inside = {id(p) for block in blocks for p in block.parameters()}
-    outside = [key for key, p in model.named_parameters() if id(p) not in inside]
-    what = ""
-    if outside:
-        what = f"no block has {', '.join(outside[:3])}"
-    elif len(inside) > len(list(model.parameters())):
-        what = "a block has weights that are not the model's"
-    elif len({id(block) for block in blocks}) < len(blocks):
-        what = "a block is there twice"
-    if what:
-        raise AllranksError(
-            f"{name}.blocks does not return the model as a chain: {what}",
-            fix=f"let {name}.blocks return every part of the model once, in the order in which "
-            "they are called",
-        )
-    groups: list[list[nn.Module]] = [[]]
-    for block in blocks:
-        if groups[-1] and _is_trained(block) and any(map(_is_trained, groups[-1])):
-            groups.append([])
-        groups[-1].append(block)
-    return [group[0] if len(group) == 1 else nn.Sequential(*group) for group in groups]
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
-# Which blocks on which stage.
-
-
-def divide(costs: Sequence[float], num_stages: int) -> list[int]:
-    """How many blocks each stage gets, so that the largest stage costs as little as possible.
-
-    Of several such divisions, the most even one: that with the smallest sum of squares.
-    """
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[i]: the first i blocks in as many stages as rounds so far: (largest, squares, sizes)
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
-    for stage in range(num_stages):
-        left = num_stages - stage - 1  # stages, each of which needs a block
-        best = {
-            stop: min(
-                (max(largest, sums[stop] - sums[start]),
-                 squares + (sums[stop] - sums[start]) ** 2,
-                 [*sizes, stop - start])
-                for start, (largest, squares, sizes) in best.items() if start < stop
-            )
-            for stop in range(stage + 1, len(costs) - left + 1)
-        }  # fmt: skip
-    return best[len(costs)][2]
-
-
-def measure(
-    blocks: Sequence[nn.Module],
-    micro: MicroBatch,
-    loss: Loss,
-    autocast: AbstractContextManager[None],
-    device: torch.device,
-) -> list[float]:
-    """Seconds that a forward and backward pass of each block takes on this device.
-
-    One block at a time is on the device. Passes are collective if the model has BatchNorm.
-    """
-    values, costs = micro.inputs, []
-    for number, block in enumerate(blocks, start=1):
-        home = next((p.device for p in block.parameters()), device)
-        if home.type == "meta":  # too large to be in memory yet: other weights take as long
-            block = copy.deepcopy(block).to_empty(device=device)
-        block.to(device)
-        then = None if number < len(blocks) else lambda y: _scalar(loss(y, micro.targets))
-        seconds = []
-        with buffers_unchanged(block):
-            for _ in range(1 + MEASURED_PASSES):
-                inputs = values if number == 1 else pytree.tree_map_only(Tensor, _leaf, values)
-                took, outputs = _time_pass(block, inputs, then, autocast, device)
-                seconds.append(took)
-        costs.append(min(seconds[1:]))
-        values = outputs
-        for parameter in block.parameters():
-            parameter.grad = None
-        block.to(home)
-    # Equal blocks cost the same: differences between them are noise, and must not divide them.
-    kinds = [_kind(block) for block in blocks]
-    return [
-        sum(cost for cost, other in zip(costs, kinds, strict=True) if other == kind)
-        / kinds.count(kind)
-        for kind in kinds
-    ]
-
-
-def _time_pass(
-    block: nn.Module,
-    values: Any,
-    then: Callable[[Any], Tensor] | None,
-    autocast: AbstractContextManager[None],
-    device: torch.device,
-) -> tuple[float, Any]:
-    """Seconds of a forward and backward pass, and the block's outputs."""
-    _synchronise(device)
-    began = time.perf_counter()
-    with autocast:
-        outputs = block(values)
-        last = outputs if then is None else then(outputs)
-    ends = [x for x in pytree.tree_leaves(last) if isinstance(x, Tensor) and x.requires_grad]
-    torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
-    _synchronise(device)
-    return time.perf_counter() - began, outputs
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """A tensor as it arrives at a stage."""
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
-def _scalar(losses: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    return (losses[0] if isinstance(losses, tuple) else losses).sum()
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """A key that is equal for blocks that differ only in the values of their weights."""
-    return type(block), repr(block), tuple((tuple(p.shape), p.dtype) for p in block.parameters())
-
+from allranks.train.stages import blocks_of
 
 # A stage.
 

@@ -50,6 +50,7 @@ class Draft:
 
     scripts: dict[str, str]
     table: dict[str, dict[str, Any]]
+    remarks: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)

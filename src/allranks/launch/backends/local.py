@@ -49,7 +49,8 @@ def draft(prepared: Prepared, options: Options) -> Draft:
         words = prepare.fill_command(prepared, run, prepared.attempt)
     layout = prepared.layout
     row = {"ranks": layout.ranks, "from": prepared.checkpoint or "step 0"}
-    return Draft({str(layout): shlex.join(words) + "\n"}, {str(layout): row})
+    remarks = checks.warnings(prepared.job)
+    return Draft({str(layout): shlex.join(words) + "\n"}, {str(layout): row}, remarks)
 
 
 def start(prepared: Prepared, options: Options) -> Outcome:

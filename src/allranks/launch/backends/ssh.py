@@ -90,7 +90,8 @@ def hosts_of(prepared: Prepared, options: Options) -> tuple[str, ...]:
 def draft(prepared: Prepared, options: Options) -> Draft:
     """The command of each rank, and the hosts."""
     found, hosts = local.draft(prepared, options), ", ".join(hosts_of(prepared, options))
-    return Draft(found.scripts, {key: {**row, "hosts": hosts} for key, row in found.table.items()})
+    table = {key: {**row, "hosts": hosts} for key, row in found.table.items()}
+    return Draft(found.scripts, table, found.remarks)
 
 
 def start(prepared: Prepared, options: Options) -> Outcome:

@@ -50,7 +50,12 @@ def draft(prepared: Prepared, racers: Sequence[Racer]) -> Draft:
     return Draft(
         scripts={str(racer): script_of(prepared.job, racer, run) for racer in racers},
         table={str(racer): summary(prepared.job, racer, samples) for racer in racers},
+        remarks=remarks_on(prepared.job, racers),
     )
+
+
+def remarks_on(job: Job, racers: Sequence[Racer]) -> list[str]:
+    return checks.warnings(*(with_layout(job, racer) for racer in racers))
 
 
 def submit(
@@ -82,8 +87,7 @@ def submit(
     if climb is not None:
         ladder.write(run, climb)
     done = send_all(prepared.job, racers, run, claim=0, after=after)
-    for racer in racers:
-        remarks += checks.warnings(with_layout(prepared.job, racer))
+    remarks += remarks_on(prepared.job, racers)
     done.remarks = [*dict.fromkeys(remarks), *done.remarks, *hopeless(done.jobs)]
     return done
 
