@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.commandline import call_allranks
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from allranks.errors import AllranksError
@@ -38,6 +39,13 @@ class Unknown(Couples):
 
     def model(self) -> nn.Module:
         return nn.ModuleDict({"one": nn.Linear(4, 4)})
+
+
+class Misnamed(Unknown):
+    """Its plan names a module that the model does not have."""
+
+    def tensor_parallel_plan(self, model: nn.Module) -> dict[str, Any]:
+        return {"on": ColwiseParallel()}
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +82,7 @@ def answered_here(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("1x2:pp=2", "task=language pipeline.micro_batches=17", "has 16 samples", "=15 or 16"),
         ("1x2:tp=2", "task=HERE:Unknown", "Unknown has none", "--layout 1x2:fsdp=2"),
+        ("1x2:tp=2", "task=HERE:Misnamed", "plan names on, but", "such as one"),
         ("1x2:pp=2", "task=HERE:Unknown", "of which blocks", "fsdp in place of pp"),
         ("1x4:pp=2", "task=HERE:Couples", "couples_samples", "--layout 1x4:fsdp=2"),
         ("1x2:fsdp=2", "task=language compress.name=powersgd", "divides the model", "1x2, or comp"),

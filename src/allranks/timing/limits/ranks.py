@@ -75,9 +75,8 @@ def less_waiting(facts: Facts, exchange: str) -> str:
         if of_pipeline > MORE_THAN_BUBBLE * bubble and pieces % (2 * stages) == 0:
             return f"pipeline.micro_batches={pieces // 2} (fewer messages), {smaller}"
         if of_pipeline <= MORE_THAN_BUBBLE * bubble and size > 1:
-            return (
-                f"pipeline.micro_batches={2 * pieces} (stages wait less for each other), {smaller}"
-            )
+            less = "stages wait less for each other, but compute smaller micro-batches"
+            return f"pipeline.micro_batches={2 * pieces} ({less}), {smaller}"
     elif exchange in ("all-gather", "reduce-scatter"):
         smaller = "or a smaller fsdp"
         if pieces > 1:
@@ -89,7 +88,7 @@ def less_waiting(facts: Facts, exchange: str) -> str:
 
 SOCKETS = "NCCL uses sockets, not InfiniBand"
 # Waiting that is longer than the bubble of a pipeline explains is for its messages.
-MORE_THAN_BUBBLE = 2.0
+MORE_THAN_BUBBLE = 1.5
 LogLine = tuple[str, int, str]  # file, number, text
 
 
