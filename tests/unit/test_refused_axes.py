@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,16 @@ def test_refused_before_anything_is_written(
     assert fix in advice
     assert not done.stdout
     assert [*tmp_path.iterdir()] == []
+
+
+def test_ctrl_c_does_not_reach_the_process_that_builds_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would print where it was; it ends with the command anyway."""
+    monkeypatch.undo()
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nread jobs\nset -- $(cat /proc/$$/stat)\necho [$5]\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    jobs = json.dumps([parse_job({"task": "language"}).to_mapping()])
+    assert models._ask("explain", jobs, None) not in (None, [os.getpgrp()])

@@ -254,6 +254,18 @@ def test_what_only_tracing_may_have_caused_is_not_sure(tmp_path: Path) -> None:
     assert (found.limit, found.sure) == ("host", False)
 
 
+def test_a_trace_of_unusual_steps_does_not_count_beside_one_of_usual_steps(tmp_path: Path) -> None:
+    def each(rank: int, number: int, step: Event) -> Event:
+        return {**step, "forward": 0.6, "traced": True} if number in (80, 81) else step
+
+    odd = {"event": "trace", "first": 80, "last": 81, **cpu_trace(local=660.0)}
+    run = planted(
+        *(tmp_path, HEALTHY), traces=traces(1, host=50.0), each=each, events=lambda rank: [odd]
+    )
+    found = verdict_of(run)
+    assert found.limit == "host" and found.share == pytest.approx(0.5, abs=0.05)
+
+
 def test_a_gpu_without_a_trace_is_judged_by_nvml_and_never_surely(tmp_path: Path) -> None:
     def idle(rank: int) -> list[Event]:
         use = {"event": "device", "utilization": 40.0, "memory_peak": 8e9, "memory_total": 80e9}
