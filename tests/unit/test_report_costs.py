@@ -182,7 +182,7 @@ def test_jobs_are_told_apart_by_what_they_compute() -> None:
 
 
 def test_of_a_mapping_only_the_keys_that_differ_are_shown() -> None:
-    jobs = [
+    jobs: list[dict[str, Any]] = [
         {"optimizer": {"lr": 1, "clip": 2}},
         {"optimizer": {"lr": 3, "clip": 2}, "compress": None},
     ]
