@@ -211,6 +211,8 @@ def _near(shape: str) -> str:
         return f"--race {shape}, or the type as slurm.gpu=TYPE"
     if shape.endswith("x") and _is_layout(f"{shape}1"):
         return f"{shape}1, or another number of GPUs per node"
+    if _is_layout(colon := shape.replace(",", ":", 1)):
+        return f"{colon}, with a colon before the axes"
     if _is_layout(f"1x{shape}"):
         return f"1x{shape} for {shape} ranks on one node"
     return "2x4 for 2 nodes of 4 GPUs each"

@@ -76,3 +76,10 @@ def test_the_schema_describes_every_key() -> None:
     assert schema["properties"]["precision"]["enum"] == ["auto", "fp32", "tf32", "fp16", "bf16"]
     assert schema["properties"]["timeout"]["default"] == "30m"
     assert schema["properties"]["layout"]["default"] == "1x1"
+
+
+@pytest.mark.parametrize("word", ["task=language", "lm.yaml"])
+def test_a_key_or_a_job_file_is_not_taken_for_a_folder(tmp_path: Path, word: str) -> None:
+    with pytest.raises(AllranksError, match="takes a folder"):
+        write_job(tmp_path / word, force=False)
+    assert not [*tmp_path.iterdir()]

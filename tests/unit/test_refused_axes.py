@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from tests.commandline import call_allranks
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from allranks.errors import AllranksError
@@ -38,6 +41,13 @@ class Unknown(Couples):
 
     def model(self) -> nn.Module:
         return nn.ModuleDict({"one": nn.Linear(4, 4)})
+
+
+class Misnamed(Unknown):
+    """Its plan names a module that the model does not have."""
+
+    def tensor_parallel_plan(self, model: nn.Module) -> dict[str, Any]:
+        return {"on": ColwiseParallel()}
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +84,7 @@ def answered_here(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("1x2:pp=2", "task=language pipeline.micro_batches=17", "has 16 samples", "=15 or 16"),
         ("1x2:tp=2", "task=HERE:Unknown", "Unknown has none", "--layout 1x2:fsdp=2"),
+        ("1x2:tp=2", "task=HERE:Misnamed", "plan names on, but", "such as one"),
         ("1x2:pp=2", "task=HERE:Unknown", "of which blocks", "fsdp in place of pp"),
         ("1x4:pp=2", "task=HERE:Couples", "couples_samples", "--layout 1x4:fsdp=2"),
         ("1x2:fsdp=2", "task=language compress.name=powersgd", "divides the model", "1x2, or comp"),
@@ -92,3 +103,16 @@ def test_refused_before_anything_is_written(
     assert fix in advice
     assert not done.stdout
     assert [*tmp_path.iterdir()] == []
+
+
+def test_ctrl_c_does_not_reach_the_process_that_builds_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would print where it was; it ends with the command anyway."""
+    monkeypatch.undo()
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nread jobs\nset -- $(cat /proc/$$/stat)\necho [$5]\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    jobs = json.dumps([parse_job({"task": "language"}).to_mapping()])
+    assert models._ask("explain", jobs, None) not in (None, [os.getpgrp()])

@@ -9,7 +9,7 @@ import pytest
 
 from allranks.machine.prices import parse_price
 from allranks.report.build import build
-from allranks.report.costs import Row, Targets, groups, recommended, rows_of, verdict
+from allranks.report.costs import Row, Targets, groups, recommended, rows_of, verdict, what_differs
 from allranks.report.facts import RunFacts
 from allranks.timing.comparison import mode_of
 from allranks.timing.steps import Timing
@@ -179,6 +179,14 @@ def test_jobs_are_told_apart_by_what_they_compute() -> None:
         {"precision": None},
     ]
     assert "2 different jobs" in built["notes"][0]
+
+
+def test_of_a_mapping_only_the_keys_that_differ_are_shown() -> None:
+    jobs: list[dict[str, Any]] = [
+        {"optimizer": {"lr": 1, "clip": 2}},
+        {"optimizer": {"lr": 3, "clip": 2}, "compress": None},
+    ]
+    assert what_differs(jobs) == [{"optimizer.lr": 1}, {"optimizer.lr": 3}]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ SLOW = {**HEALTHY, "data": 300.0}
 def test_the_limit_then_and_now(tmp_path: Path) -> None:
     planted(tmp_path, SLOW, number=1)
     then = planted(tmp_path, SLOW, number=2)
-    planted(tmp_path, HEALTHY, number=3, steps=8)  # too short to compare with
+    short = planted(tmp_path, HEALTHY, number=3, steps=8)  # too short to compare
+    assert judge(short).since is None
     found = judge(planted(tmp_path, HEALTHY, number=4)).since
     assert found is not None
     assert (found["run"], found["limit"]) == (then.name, "data")

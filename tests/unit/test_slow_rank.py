@@ -72,6 +72,7 @@ def test_what_is_different_about_the_slow_rank_is_named(
         ({"neighbours": 1}, {"neighbours": 1}),
         ({"slowed_by": ["power cap"]}, {"slowed_by": ["power cap"]}),
         ({"cpu_wait": 30.0, "cpus_allotted": 1}, {"cpu_wait": 25.0, "cpus_allotted": 1}),
+        ({"cpu_wait": 62.0, "cpu": 0.3}, {"cpu_wait": 30.0, "cpu": 0.12}),  # it computes longer
     ],
 )
 def test_no_reason_is_made_up(slow: dict[str, Any], others: dict[str, Any]) -> None:

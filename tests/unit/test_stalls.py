@@ -28,6 +28,7 @@ from allranks.run.stalls import (
     RankState,
     blame,
     ended_for,
+    is_stalled,
     patience_to_end,
     patience_with,
     read_states,
@@ -84,7 +85,10 @@ def test_slow_first_steps_are_no_pauses_and_a_step_may_have_lost_its_time() -> N
 def test_a_count_that_still_grows_cannot_be_compared() -> None:
     beats = [{"event": "device", "t": 8.0 + n, "collectives": 7 + n} for n in range(2)]
     found = state_of(RankRecord(0, [START, step(6.0, 4), *beats]))
-    assert found.collectives is None  # an evaluation that exchanges something
+    assert found.collectives is None and found.exchanges  # an evaluation that exchanges something
+    waiting = replace(found, stack=WAITS, usual=0.01)
+    assert not is_stalled([waiting, waiting], None, 100.0)
+    assert is_stalled([replace(waiting, exchanges=False)] * 2, None, 100.0)
 
 
 def test_a_sign_of_life_from_before_the_last_step_tells_nothing() -> None:

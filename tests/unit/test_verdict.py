@@ -113,6 +113,41 @@ def test_stages_of_a_pipeline(tmp_path: Path, layout: str, slow: list[int], why:
     assert ("another pp" in (found.next or "")) == (slow in ([1], [1, 3]))
 
 
+@pytest.mark.parametrize(
+    ("exchange", "start", "next"),
+    [
+        # Half of the time is far more than the bubble of a pipeline of 2 with 16 micro-batches.
+        ("pipeline", {"accumulation": 16, "stages": [2, 2]}, "pipeline.micro_batches=8"),
+        ("pipeline", {"accumulation": 2, "stages": [2, 2]}, "pipeline.micro_batches=4"),
+        ("all-gather", {"accumulation": 4}, "micro_batch_size=16"),
+        ("all-gather", {"accumulation": 1}, "a larger batch_size"),  # all in one micro-batch
+        ("tensor-parallel", {"accumulation": 1}, "a smaller tp;"),
+        ("all-reduce", {"accumulation": 1}, "a larger batch_size"),
+    ],
+)
+def test_what_to_change_in_a_task_that_communicates_long(
+    tmp_path: Path, exchange: str, start: dict[str, Any], next: str
+) -> None:
+    def each(rank: int, number: int, step: Event) -> Event:
+        return {**step, "exchanges": {exchange: 0.099}}
+
+    begun = {
+        "layout": "1x2:pp=2",
+        "micro_batch_size": 8,
+        "samples_per_epoch": 9,
+        "step": 0,
+        **start,
+    }
+    run = planted(
+        *(tmp_path, HEALTHY, HEALTHY),
+        comm=99.0,
+        traces=traces(2),
+        each=each,
+        start=begun,
+    )
+    assert (verdict_of(run).next or "").startswith(next)
+
+
 @RANKS
 @pytest.mark.parametrize("who", ["all", "rank 0"])
 def test_pauses(tmp_path: Path, ranks: int, who: str) -> None:
@@ -217,6 +252,18 @@ def test_what_only_tracing_may_have_caused_is_not_sure(tmp_path: Path) -> None:
     shown = {0: gpu_trace(20.0, host=70.0, launches=90.0)}
     found = verdict_of(planted(tmp_path, HEALTHY, traces=shown))
     assert (found.limit, found.sure) == ("host", False)
+
+
+def test_a_trace_of_unusual_steps_does_not_count_beside_one_of_usual_steps(tmp_path: Path) -> None:
+    def each(rank: int, number: int, step: Event) -> Event:
+        return {**step, "forward": 0.6, "traced": True} if number in (80, 81) else step
+
+    odd = {"event": "trace", "first": 80, "last": 81, **cpu_trace(local=660.0)}
+    run = planted(
+        *(tmp_path, HEALTHY), traces=traces(1, host=50.0), each=each, events=lambda rank: [odd]
+    )
+    found = verdict_of(run)
+    assert found.limit == "host" and found.share == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_gpu_without_a_trace_is_judged_by_nvml_and_never_surely(tmp_path: Path) -> None:

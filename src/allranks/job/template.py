@@ -70,6 +70,11 @@ def _text(value: Any) -> str:
 
 def write_job(folder: Path, *, force: bool) -> dict[str, str]:
     """Write job.yaml and its schema; return their absolute paths as `job` and `schema`."""
+    if "=" in folder.name or folder.suffix in (".yaml", ".yml"):  # as other commands take them
+        raise AllranksError(
+            f"init takes a folder, and {folder} does not look like one",
+            fix="allranks init writes job.yaml here; then change its keys, or rename it",
+        )
     files = {
         folder / "job.yaml": commented_job(),
         folder / SCHEMA_FILE: json.dumps(json_schema(), indent=2) + "\n",

@@ -55,6 +55,7 @@ def _ask(question: str, jobs: str, seconds: float | None) -> Any:
             stderr=quiet,
             env=env,
             text=True,
+            process_group=0,  # Ctrl-C reaches this process alone, which ends that one silently
             timeout=seconds,
             check=True,
         )

@@ -180,12 +180,22 @@ def with_extra(
 
 
 def what_differs(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each job, the settings in which the jobs differ."""
-    keys = sorted({key for job in jobs for key in job if key != "name"})
+    """For each job, the settings in which the jobs differ, such as `optimizer.lr`."""
+    flat = [with_dots(job) for job in jobs]
+    keys = sorted({key for job in flat for key in job if key != "name"})
     different = [
-        key for key in keys if len({json.dumps(job.get(key), default=str) for job in jobs}) > 1
+        key for key in keys if len({json.dumps(job.get(key), default=str) for job in flat}) > 1
     ]
-    return [{key: job.get(key) for key in different} for job in jobs]
+    return [{key: job.get(key) for key in different} for job in flat]
+
+
+def with_dots(job: Mapping[str, Any]) -> dict[str, Any]:
+    """A job with the keys of its mappings as they are typed in a command: `optimizer.lr`."""
+    flat: dict[str, Any] = {}
+    for key, value in job.items():
+        inner = value if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{key}.{name}".rstrip("."): one for name, one in inner.items()}
+    return flat
 
 
 GOOD, BELOW, DIMINISHING = "good", "below target", "diminishing returns"

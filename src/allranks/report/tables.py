@@ -191,7 +191,8 @@ def subtitle(section: Record) -> list[str]:
         words.append(f"batch {about(count(section['batch']), guessed)}")
     if section["samples"]:
         words.append(f"{about(count(section['samples']), guessed)} samples to train")
-    words += [f"{key}: {value}" for key, value in section["differs"].items()]
+    differs = section["differs"].items()
+    words += [f"{key}: {'null' if value is None else value}" for key, value in differs]
     return [printable(word) for word in words if word]
 
 

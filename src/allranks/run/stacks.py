@@ -44,7 +44,11 @@ QUIET_SECONDS = 0.5  # without another byte: the dump is complete
 LOOK_SECONDS = 0.02
 MOST_AT_ONCE = 8
 MAX_NAME = 300  # characters of a file's or a function's name that are sent to other nodes
-WRAPPERS = ("wrapper", "inner", "call", "_fn", "decorate_context")  # tell a reader nothing
+# These tell a reader nothing; the last two are of every module.
+WRAPPERS = (
+    *("wrapper", "inner", "call", "_fn", "decorate_context"),
+    *("_call_impl", "_wrapped_call_impl"),
+)
 # In these files of torch, a rank waits for others.
 WAITING_FILES = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/cuda/nccl.py")
 

@@ -52,7 +52,8 @@ class RankState:
     step: int | None = None  # the last one that it wrote; None before the first
     made: int | None = None  # steps by its heartbeat; the last may not be written yet
     doing: str | None = None
-    collectives: int | None = None
+    collectives: int | None = None  # that it has entered; None while the count grows
+    exchanges: bool = False  # whether the count grew between its last two heartbeats
     ended: str | None = None  # the state of its end event
     usual: float | None = None  # median seconds of its steps
     longest: float | None = None  # seconds of the longest pause between two of its events
@@ -96,7 +97,8 @@ def state_of(record: RankRecord, begun: float = 0.0) -> RankState:
     beats = [event for event in record.devices if event["t"] > progress]
     beat = beats[-1] if beats else {}
     # Heartbeats come at different moments: only a count that stands still can be compared.
-    stands = len({event.get("collectives") for event in beats[-2:]}) == 1 < len(beats)
+    counts = {event.get("collectives") for event in beats[-2:]}
+    stands = len(counts) == 1 < len(beats)
     moves = sorted([*record.moves][1:])
     gaps = [after - before for before, after in itertools.pairwise(moves)]
     if len(gaps) >= STEADY_GAPS:  # the first steps compile and connect: they say nothing
@@ -112,6 +114,7 @@ def state_of(record: RankRecord, begun: float = 0.0) -> RankState:
         made=beat.get("step"),
         doing=beat.get("doing"),
         collectives=beat.get("collectives") if stands else None,
+        exchanges=len(counts - {None}) > 1,
         ended=record.end["state"] if record.end else None,
         usual=statistics.median(seconds) if seconds else None,
         longest=max(gaps, default=None),
@@ -266,7 +269,9 @@ def is_stalled(
     states: Sequence[RankState], found: Blame | None, seconds: float, asked: float | None = None
 ) -> bool:
     """Whether ranks are stalled after `seconds` without a step; `found`: who is to blame."""
-    stands_out = found is not None or wait_apart(states) or all(map(is_waiting, states))
+    is_held_up = found is not None or wait_apart(states) or all(map(is_waiting, states))
+    # Ranks that still exchange something are busy, at an evaluation of a divided model for example.
+    stands_out = is_held_up and not any(state.exchanges for state in states)
     return seconds >= patience_with(states, stands_out=stands_out, asked=asked)
 
 

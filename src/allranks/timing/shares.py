@@ -326,6 +326,8 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
     within = [one for one in known if one["first"] >= min(steps)] or known[-1:]
     if not within:
         return None
+    # On a busy machine, a trace may fall into steps that are nothing like the others.
+    within = [one for one in within if is_usual(one, record, steps)] or within
     numbers = {n for one in within for n in traced_steps(one)}
     weights = [len(traced_steps(one)) for one in within]
 
@@ -374,6 +376,15 @@ def mean_lines(traces: Sequence[Event], field: str) -> tuple[tuple[str, float], 
 
 def traced_steps(trace: Mapping[str, Any]) -> range:
     return range(trace["first"], trace.get("last", trace["first"]) + 1)
+
+
+def is_usual(trace: Mapping[str, Any], record: RankRecord, steps: Mapping[int, Event]) -> bool:
+    """Whether the steps of a trace took about as long as those that were not traced."""
+    own = [event for event in record.steps if event["step"] in traced_steps(trace)]
+    if any(OTHER not in event for event in own):
+        return False
+    least, most = LIKE_OTHERS
+    return least <= slowed_by(own, steps, [0.0] * len(own)) <= most
 
 
 def slowed_by(

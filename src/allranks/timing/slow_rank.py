@@ -123,5 +123,9 @@ def _load(samples: _Samples) -> Reason | None:
     waits = samples.both("cpu_wait")
     if waits is None or waits[0] < WAITS_FOR_CPU or waits[0] < WAITS_MORE * waits[1]:
         return None
+    used = samples.both("cpu")
+    # A rank that computes longer than the others also waits longer, if the machine is busy.
+    if used is not None and waits[0] * used[1] < WAITS_MORE * waits[1] * used[0]:
+        return None
     shares = f"{percent(waits[0] / 100, 0)} of the time, the others {percent(waits[1] / 100, 0)}"
     return Reason("load", f"it waits for a CPU {shares}: other processes use its CPUs")

@@ -120,7 +120,8 @@ def judge(
             found, measured = _judge_briefly(run)
         else:
             found, measured = _judge(run, measured, records, thresholds or Thresholds())
-        if found.verdict.shares and (before := _earlier(run.path)) is not None:
+        is_long_enough = found.verdict.shares and found.verdict.limit != "too-short"
+        if is_long_enough and (before := _earlier(run.path)) is not None:
             since = before.until(found.verdict.shares, measured.pace if measured else None)
             return dataclasses.replace(found, since=since)
     except Exception:  # odd files: a run must end, and be shown, without a verdict

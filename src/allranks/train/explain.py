@@ -51,6 +51,8 @@ def answer(jobs: Sequence[Job], about: Callable[[Job], Any]) -> list[Any] | dict
         tracebacks.hide_ours(error)
         traceback.print_exception(error)
         fix = "if the model looks at values, which explain does not have: run it"
+        if any(job.layout.tp > 1 for job in jobs):
+            fix += "; if its heads or sizes cannot be divided by tp, write a smaller tp"
         return {
             "error": {"what": f"a step without data failed: {what}", "fix": fix, "exit_code": 1}
         }

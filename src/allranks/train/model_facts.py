@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from allranks.errors import AllranksError
 from allranks.job.axes import ModelFacts
 from allranks.job.job import Job
 from allranks.tasks import Task
@@ -21,10 +24,27 @@ def facts_of(job: Job, task: Task, model: nn.Module) -> ModelFacts:
     """What decides how the model can be divided."""
     task.tp = job.layout.tp
     plan = task.tensor_parallel_plan(model)
+    if job.layout.tp > 1 and plan is not None:
+        check_names(task, model, plan)
     return ModelFacts(
         task=type(task).__name__,
         divided=divided_sizes(model, plan) if plan is not None else None,
     )
+
+
+def check_names(task: Task, model: nn.Module, plan: Mapping[str, Any]) -> None:
+    """Refuse a plan for modules that the model does not have: torch would only skip them."""
+    names = [name for name, _ in model.named_modules()]
+    for pattern in plan:
+        if any(_matches(name, pattern) for name in names):
+            continue
+        patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names if name)
+        near = difflib.get_close_matches(pattern, patterns, n=1) or [*patterns][-1:]
+        raise AllranksError(
+            f"{type(task).__name__}.tensor_parallel_plan names {pattern}, but the model has no "
+            "such module",
+            fix=f"write the name of one, such as {', '.join(near)}, or leave it out",
+        )
 
 
 def divided_sizes(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:

@@ -32,6 +32,7 @@ from allranks.slurm.cluster import describe_cluster
 from allranks.slurm.commands import SlurmError
 from allranks.timing.comparison import bench_of
 from allranks.timing.remarks import SPEEDUP, forbidding
+from allranks.timing.result import NEXT
 from allranks.watch.cells import Mark, doubts, judged, pace_words, reason, state_word
 from allranks.watch.live import Watcher
 from allranks.watch.views import RankView, RunView
@@ -230,8 +231,7 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
     rows = []
     for one in measured:
         view, steps = one.view, mean(rank.step_seconds for rank in one.ranks) or 0.0
-        waits = (mean(rank.data for rank in one.ranks), mean(rank.wait for rank in one.ranks))
-        shares = [wait / steps if wait is not None and steps else None for wait in waits]
+        shares = waiting_shares(one, steps)
         rows.append(
             [
                 *(view.run, view.layout, predicted(view), pace_words(view)),
@@ -262,6 +262,18 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         notes.append("No prediction: no smaller layout of these jobs has been measured.")
     table = markdown(without_empty(Table("", titles, rows, texts=("layout",))))
     return [*doubt_lines(runs), *table, *notes]
+
+
+def waiting_shares(one: RunStatus, step_seconds: float) -> list[float | None]:
+    """Shares of the time that ranks wait for data and for each other, as in the run's verdict.
+
+    While it runs, of its last steps; `step_seconds`: their mean.
+    """
+    found = one.view.judgement
+    if not one.view.is_active and found is not None and (parts := found.verdict.shares):
+        return [parts["data"], parts["communication"] + parts["straggler"]]
+    waits = (mean(rank.data for rank in one.ranks), mean(rank.wait for rank in one.ranks))
+    return [wait / step_seconds if wait is not None and step_seconds else None for wait in waits]
 
 
 def limit_lines(runs: Sequence[RunStatus]) -> list[str]:
@@ -312,6 +324,8 @@ def next_lines(runs: Sequence[RunStatus]) -> list[str]:
         if len(names) > 1:
             typed = as_code(f"allranks report {shlex.join(names)}")
             lines.append(f"- Compare the finished runs: {typed}.")
+    if not lines and any(line.label == NEXT for one in runs for line in one.view.verdict_lines):
+        return ["- See `next` under Limits."]
     return lines or ["- Start a run: `allranks run job.yaml`."]
 
 

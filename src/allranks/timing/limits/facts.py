@@ -118,7 +118,9 @@ class Facts:
         """The job file and what was changed in it; nothing for the bundled job as it is."""
         if "job_file" not in self.info:
             return "JOB.yaml"
-        changed = [one for one in self.info.get("overrides") or () if not one.startswith("env")]
+        shown = self.info.get("overrides") or ()
+        # One rank is the default; `bench scaling` has its own layouts.
+        changed = [one for one in shown if one != "layout=1x1" and not one.startswith("env")]
         text = redact(shlex.join([*filter(None, [self.info["job_file"]]), *changed]))
         return text if len(text) <= MOST_WORDS else "JOB.yaml"
 

@@ -43,7 +43,7 @@ def communication(facts: Facts) -> Said:
     exchanges = facts.found.timing.exchanges
     if facts.is_task:
         longest = max(exchanges, key=lambda name: exchanges[name], default="")
-        fix = LESS_WAITING.get(longest, LESS_WAITING["all-reduce"])
+        fix = less_waiting(facts, longest)
     which = f" ({exchanges_in_words(exchanges)})" if exchanges else ""
     return Said(
         why=f"exchanging data between ranks takes {share} of the time{which}{few}",
@@ -62,15 +62,33 @@ def exchanges_in_words(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {percent(part, 0)}" for name, part in shown) + " of it"
 
 
+def less_waiting(facts: Facts, exchange: str) -> str:
+    """What makes a task wait less in this exchange: keys of its job file, or another layout."""
+    start = facts.records[min(facts.records)].start
+    pieces, size = int(start.get("accumulation") or 1), int(start.get("micro_batch_size") or 1)
+    smaller = "or fewer ranks"
+    if exchange == PIPELINE:
+        smaller = "or a smaller pp"
+        stages = len(start.get("stages") or ()) or 2
+        bubble = (stages - 1) / (pieces + stages - 1)
+        of_pipeline = facts.found.timing.exchanges[PIPELINE] / facts.found.step_seconds
+        if of_pipeline > MORE_THAN_BUBBLE * bubble and pieces % (2 * stages) == 0:
+            return f"pipeline.micro_batches={pieces // 2} (fewer messages), {smaller}"
+        if of_pipeline <= MORE_THAN_BUBBLE * bubble and size > 1:
+            less = "stages wait less for each other, but compute smaller micro-batches"
+            return f"pipeline.micro_batches={2 * pieces} ({less}), {smaller}"
+    elif exchange in ("all-gather", "reduce-scatter"):
+        smaller = "or a smaller fsdp"
+        if pieces > 1:
+            return f"micro_batch_size={2 * size} (shards are exchanged for each), {smaller}"
+    elif exchange == "tensor-parallel":
+        return "a smaller tp" + (", inside a node" if len(facts.nodes) > 1 else "")
+    return f"a larger batch_size (which changes the training), {smaller}"
+
+
 SOCKETS = "NCCL uses sockets, not InfiniBand"
-# What makes a task wait less in an exchange; of several, the one that takes longest.
-LESS_WAITING = {
-    "all-reduce": "a larger batch_size (which changes the training), or fewer ranks",
-    "all-gather": "a larger micro_batch_size (shards are gathered for each), or a smaller fsdp",
-    "reduce-scatter": "a larger micro_batch_size (shards are reduced for each), or a smaller fsdp",
-    "tensor-parallel": "a smaller tp, inside a node",
-    PIPELINE: "more pipeline.micro_batches (stages wait less for each other), or a smaller pp",
-}
+# Waiting that is longer than the bubble of a pipeline explains is for its messages.
+MORE_THAN_BUBBLE = 1.5
 LogLine = tuple[str, int, str]  # file, number, text
 
 
