@@ -84,7 +84,8 @@ def test_an_unchanged_lightning_script_trains(
 ) -> None:
     (tmp_path / "train.py").write_text(LIGHTNING)
     command = ["python", "train.py", "--nodes", "{nodes}", "--gpus", "{gpus}"]
-    sent = send(cluster, tmp_path, "--layout", layout, f"launcher={launcher}", "--", *command)
+    options = ["--layout", layout, f"launcher={launcher}", "preflight=false"]
+    sent = send(cluster, tmp_path, *options, "--", *command)
     line = sent.wait_for_end(250)
     assert line["state"] == "finished", sent.log()
     nodes, gpus = (int(number) for number in layout.split("x"))
