@@ -53,7 +53,8 @@ def test_all_ranks_trace_the_same_steps_and_name_the_line_that_holds_them_up(
     assert not bare.events("trace") and not any("traced" in step for step in bare.steps())
 
 
-OF_ITS_OWN = """
+OF_ITS_OWN = f"""
+    {PATIENT}
     from torch.profiler import profile, record_function, schedule
     numbers, step, own, around = [], 0, None, None
     for epoch in range(6):
