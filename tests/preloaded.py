@@ -4,6 +4,7 @@ from allranks.machine.processes import quick_imports
 
 with quick_imports():
     import pytest  # noqa: F401
+    import sklearn.datasets  # noqa: F401
     import torch._dynamo  # noqa: F401
 
     from allranks.launch import agent  # noqa: F401

@@ -16,6 +16,7 @@ from tests.training import (
     Trained,
     Trainings,
     assert_same,
+    difference,
     trained,
 )
 from torch import nn
@@ -33,10 +34,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     return Trainings(tmp_path_factory.mktemp("axes"))
 
 
-SAMPLE = ("1x4:fsdp=2,tp=2", "1x4:fsdp=2", "1x4:tp=2")
-
-
-@pytest.mark.parametrize("layout", SAMPLE)
+@pytest.mark.parametrize("layout", ["1x4:fsdp=2", "1x4:tp=2"])
 def test_axes_do_not_change_the_losses(train: Trainings, layout: str) -> None:
     one = train("1x1")
     found = train(layout)
@@ -61,7 +59,7 @@ def test_every_layout_in_every_case(train: Trainings, layout: str, case: str) ->
 def test_weighted_samples_in_float64_and_overflows_in_fp16(
     train: Trainings, layout: str, case: str
 ) -> None:
-    train.compare(CASES[case], layout, steps=12)
+    train.compare(CASES[case], layout, steps=6)
 
 
 @pytest.mark.soak
@@ -81,10 +79,18 @@ def test_batchnorm_sees_all_samples_of_all_shards(train: Trainings, layout: str)
 
 
 @pytest.mark.parametrize(
-    "checkpointing", ["full", pytest.param("selective", marks=pytest.mark.soak)]
+    ("layout", "checkpointing"),
+    [
+        ("1x2:tp=2", "full"),
+        ("1x2:fsdp=2", "selective"),
+        pytest.param("1x4:fsdp=2,tp=2", "full", marks=pytest.mark.soak),
+        pytest.param("1x4:fsdp=2,tp=2", "selective", marks=pytest.mark.soak),
+    ],
 )
-def test_axes_with_recomputed_activations(train: Trainings, checkpointing: str) -> None:
-    found = train("1x4:fsdp=2,tp=2", activation_checkpointing=checkpointing)
+def test_axes_with_recomputed_activations(
+    train: Trainings, layout: str, checkpointing: str
+) -> None:
+    found = train(layout, activation_checkpointing=checkpointing)
     assert_same(found, train("1x1"), rel=1e-5)
 
 
@@ -111,7 +117,7 @@ def test_ranks_that_divide_matrices_draw_the_same_masks(train: Trainings) -> Non
     one, other = train("1x2:tp=2", options={**SETTINGS["options"], "dropout": 0.3})
     assert one.shared == other.shared  # what both hold would drift apart
     assert one.shared
-    assert one.losses != train("1x2:tp=2")[0].losses
+    assert difference(one.losses, train("1x1")[0].losses) > 1e-3
 
 
 def skips_a_step() -> tuple[float, float]:

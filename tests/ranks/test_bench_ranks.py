@@ -21,6 +21,7 @@ pytestmark = pytest.mark.ranks
 TASK = """
 from dataclasses import dataclass
 from pathlib import Path
+import time
 import numpy as np
 import torch
 from torch import nn
@@ -31,9 +32,10 @@ class Files(Dataset):
     def __init__(self, folder):
         self.paths = sorted(Path(folder).glob("*.npy"))
     def __len__(self):
-        return len(self.paths)
+        return 100 * len(self.paths)  # few epochs: each starts workers
     def __getitem__(self, index):
-        return torch.from_numpy(np.load(self.paths[index])), torch.tensor(index % 2)
+        path = self.paths[index % len(self.paths)]
+        return torch.from_numpy(np.load(path)), torch.tensor(index % 2)
 
 @dataclass
 class Mine(Task):
@@ -47,6 +49,7 @@ class Mine(Task):
     def datasets(self):
         return {"train": Files(self.folder)}
     def loss(self, outputs, targets):
+        time.sleep(0.01)  # it is measured for seconds
         return nn.functional.cross_entropy(outputs, targets, reduction="none")
 """
 

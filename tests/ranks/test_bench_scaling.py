@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.forked import run_forked
+from tests.slurm.runs import SLOW_TASK
 
 from allranks.run.folder import RunDir
 from allranks.timing.steps import timing
@@ -146,7 +147,8 @@ def test_a_task_is_measured_with_its_mathematics_unchanged(tmp_path: Path) -> No
 
 def test_layouts_that_divide_the_model_are_compared(tmp_path: Path) -> None:
     layouts = {"1x2:tp=2": "tensor-parallel", "1x2:fsdp=2": "all-gather", "1x2:pp=2": "pipeline"}
-    args = ["task=language", "options.size=tiny", "batch_size=4", "--no-baseline"]
+    (tmp_path / "slow.py").write_text(SLOW_TASK)  # they are measured for seconds
+    args = ["task=slow:SlowLanguage", "options.size=tiny", "batch_size=4", "--no-baseline"]
     args += ["--layouts", ",".join(layouts), "--repeats", "1", "--steps", "3"]
     found = bench(tmp_path, *args)
     rows = {row["layout"]: row for row in found["rows"]}

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.commandline import call_allranks
+from tests.fork_server import fork_server
 from tests.held import assert_held, measured
 from tests.ranks import run_ranks
 from tests.training import LAYOUTS
 from torch import nn
 
 from allranks.job.job import parse_job
-from allranks.launch import models
 from allranks.layout import Layout
 from allranks.train.counted import SavedTensors
+from allranks.train.explain import explain
 
 pytestmark = pytest.mark.ranks
 
@@ -49,7 +51,9 @@ def test_ranks_hold_and_send_what_was_explained(
     tmp_path: Path, layout: str, settings: dict[str, Any]
 ) -> None:
     settings = {**TINY, **settings}
-    told = models.explain(parse_job({**settings, "layout": layout}))
+    # As `models.explain` asks for it, but of a process that need not import torch.
+    with ProcessPoolExecutor(1, mp_context=fork_server()) as process:
+        told = process.submit(explain, parse_job({**settings, "layout": layout})).result()
     ranks = run_ranks(measured, Layout.parse(layout).ranks, tmp_path, layout, tmp_path, settings)
     for rank, real in enumerate(ranks):
         (kind,) = [kind for kind in told["ranks"] if rank in kind["ranks"]]
@@ -86,22 +90,11 @@ def test_a_large_model_on_64_ranks_is_explained_without_memory_for_it(tmp_path: 
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["run", "--layout", "1x3:tp=3"], "tp=3 does not divide the model's 4 heads"),
-        (["bench", "scaling", "--layouts", "1x1,1x3:tp=3"], "1, 2 or 4 (4 heads"),
-        (["explain", "--layout", "1x8:pp=8"], "has only 4 blocks"),
-        (["explain", "pipeline.micro_batches=9", "--layout", "1x8:pp=4"], "pipeline.micro_batches"),
-        (["explain", "task=digits", "--layout", "1x2:tp=2"], "write --layout 1x2:fsdp=2"),
-    ],
-)
 def test_axes_that_the_model_cannot_have_are_refused_before_anything_is_written(
-    tmp_path: Path, words: list[str], error: str
+    tmp_path: Path,
 ) -> None:
-    words += ["--oversubscribe"] if words[0] == "run" else []
-    task = [] if "task=digits" in words else ["task=language"]
-    done = call_allranks(*words, *task, "batch_size=16", cwd=tmp_path)
+    words = ["run", "task=language", "--layout", "1x3:tp=3", "--oversubscribe"]
+    done = call_allranks(*words, cwd=tmp_path)
     assert done.returncode == 2
-    assert error in done.stderr
+    assert "tp=3 does not divide the model's 4 heads" in done.stderr
     assert [*tmp_path.iterdir()] == []

@@ -71,16 +71,18 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    ("layout", "schedule"),
+    ("layout", "pipeline"),
     [
-        ("1x2:pp=2", "1f1b"),
-        ("1x4:pp=4", "zero-bubble"),
-        ("1x4:pp=2,fsdp=2", "interleaved"),
-        ("1x4:pp=2,tp=2", "gpipe"),
+        ("1x2:pp=2", {"schedule": "1f1b"}),
+        ("1x4:pp=4", {"schedule": "zero-bubble"}),
+        ("1x4:pp=2,fsdp=2", {"schedule": "interleaved"}),
+        ("1x4:pp=2,tp=2", {"schedule": "gpipe", "micro_batches": 2}),
     ],
 )
-def test_stages_compute_what_one_rank_does(train: Trainings, layout: str, schedule: str) -> None:
-    found = compare(train, layout, LANGUAGE, pipeline={"schedule": schedule})
+def test_stages_compute_what_one_rank_does(
+    train: Trainings, layout: str, pipeline: dict[str, Any]
+) -> None:
+    found = compare(train, layout, LANGUAGE, pipeline=pipeline)
     # Only the first stage has all of the embeddings, and the last shares one of them.
     with_tokens = [rank for rank in found if "embedding.tokens.weight" in rank.parameters]
     assert len(with_tokens) == 2 * len(found) // Layout.parse(layout).pp

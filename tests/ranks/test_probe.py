@@ -444,6 +444,7 @@ def test_steps_on_one_rank_only_end_both_without_a_failure(tmp_path: Path) -> No
         "    mse_loss(model(torch.randn(6, 8)), torch.randn(6, 1)).backward()\n"
         "    if rank == 0:\n"
         "        optimizer.step()\n"
+        "    time.sleep(0.01)\n"
     )
     found = run_script(tmp_path, text, 2, env={"ALLRANKS_MEASURE": "30"})
     assert found.exits == [0, 0], found.log(1)

@@ -38,7 +38,7 @@ from allranks.run.folder import RunDir, list_runs
 pytestmark = pytest.mark.ranks
 
 # Long enough to be hit, short enough for many trials; a checkpoint is nearly always being written.
-STEPS = {"1x1": 1500, "1x2": 250, "1x4": 80}
+STEPS = {"1x1": 1500, "1x2": 150, "1x4": 80}
 LAYOUTS = list(STEPS)
 
 Reference = Callable[[str], dict[str, Tensor]]

@@ -63,9 +63,10 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
     minute = ["slurm.time=1", "options.seconds=0.1"]
     limited = send(cluster, tmp_path, *common, "name=limited", *minute)
     limited.wait_for_step(1)  # of its minute, little is left where four runs start at once
-    requeued = send(cluster, tmp_path, *common, "name=requeued")
-    killed = send(cluster, tmp_path, *common, "name=killed")
-    lost = send(cluster, tmp_path, *common, "name=lost", "slurm.exclusive=true")
+    unchecked = [*common, "preflight=false"]
+    requeued = send(cluster, tmp_path, *unchecked, "name=requeued")
+    killed = send(cluster, tmp_path, *unchecked, "name=killed")
+    lost = send(cluster, tmp_path, *unchecked, "name=lost", "slurm.exclusive=true")
     for sent in (requeued, killed, lost):
         sent.wait_for_step(60)
     cluster.run("scontrol", "requeue", requeued.jobs[0])

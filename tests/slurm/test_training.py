@@ -54,7 +54,7 @@ OFTEN = pytest.mark.soak
 def test_a_task_has_the_losses_that_it_has_on_one_machine(
     layout: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    arguments = ["--layout", layout, "steps=150", "log_every=1"]
+    arguments = ["--layout", layout, "steps=150", "log_every=1", "preflight=false"]
     sent = send(cluster, tmp_path, *arguments)
     (tmp_path / "here").mkdir()
     here = run_forked("run", "--json", *arguments, cwd=tmp_path / "here", timeout=200)
@@ -84,7 +84,8 @@ def test_an_unchanged_lightning_script_trains(
 ) -> None:
     (tmp_path / "train.py").write_text(LIGHTNING)
     command = ["python", "train.py", "--nodes", "{nodes}", "--gpus", "{gpus}"]
-    sent = send(cluster, tmp_path, "--layout", layout, f"launcher={launcher}", "--", *command)
+    options = ["--layout", layout, f"launcher={launcher}", "preflight=false"]
+    sent = send(cluster, tmp_path, *options, "--", *command)
     line = sent.wait_for_end(250)
     assert line["state"] == "finished", sent.log()
     nodes, gpus = (int(number) for number in layout.split("x"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 from rich.console import Console
-from tests.commandline import Allranks
+from tests.commandline import call_allranks
 from tests.watch_runs import GrowingRun
 
 from allranks.bench import comm, data, precision
@@ -47,9 +47,9 @@ LARGE = ("task=spiral", "batch_size=16384")
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(
-    allranks: Allranks, tmp_path: Path, words: list[str], said: str
+    tmp_path: Path, words: list[str], said: str
 ) -> None:
-    done = allranks(*words)
+    done = call_allranks(*words, cwd=tmp_path)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
 

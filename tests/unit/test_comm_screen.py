@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.commandline import Allranks
+from tests.commandline import call_allranks
 
 from allranks.bench import comm_counts as comm
 from allranks.bench.comm import plot, show
@@ -157,10 +157,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case.replace(" ", "-"))
-def test_wrong_usage_is_answered(allranks: Allranks, tmp_path: Path, case: str) -> None:
+def test_wrong_usage_is_answered(tmp_path: Path, case: str) -> None:
     args, what, fix = WRONG[case]
     cut = args.index("--") if "--" in args else len(args)
-    done = allranks("bench", "comm", *args[:cut], "--json", *args[cut:])
+    done = call_allranks("bench", "comm", *args[:cut], "--json", *args[cut:], cwd=tmp_path)
     assert done.returncode == 2
     error = json.loads(done.stdout)["error"]
     assert what in error["what"]
@@ -169,21 +169,21 @@ def test_wrong_usage_is_answered(allranks: Allranks, tmp_path: Path, case: str) 
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_has_measured_nothing_says_so(allranks: Allranks, tmp_path: Path) -> None:
+def test_a_run_that_has_measured_nothing_says_so(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "comm-20261115-120000-abcd"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text('{"bench": {"kind": "comm"}}')
-    done = allranks("bench", "comm", "--from", "comm")
+    done = call_allranks("bench", "comm", "--from", "comm", cwd=tmp_path)
     assert done.returncode == 2
     assert "has measured no collectives" in done.stderr
 
 
-def test_an_earlier_run_is_shown(allranks: Allranks, tmp_path: Path) -> None:
+def test_an_earlier_run_is_shown(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "comm-20261115-120000-abcd"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text("{}")
     (folder / "comm.json").write_text(json.dumps(made_up()))
-    done = allranks("bench", "comm", "--from", "comm", "--json")
+    done = call_allranks("bench", "comm", "--from", "comm", "--json", cwd=tmp_path)
     assert done.returncode == 0
     written = json.loads((folder / "comm.json").read_text())
     assert json.loads(done.stdout) == {**written, "run_dir": str(folder)}  # where it is now

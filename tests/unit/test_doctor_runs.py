@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.commandline import Allranks
+from tests.commandline import call_allranks
 
 from allranks.doctor.diagnose import compare, diagnose_run, without_findings
 from allranks.doctor.finding import UNKNOWN, WELL, Evidence, Finding
@@ -201,10 +201,10 @@ def test_what_the_doctor_does_not_know_is_not_called_well(tmp_path: Path) -> Non
         assert without_findings(tmp_path, ["last"]) == {run.name: said}
 
 
-def test_the_command(allranks: Allranks, tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     log.write_text("RuntimeError: Address already in use\n")
-    done = allranks("doctor", log, "--json")
+    done = call_allranks("doctor", log, "--json", cwd=tmp_path)
     found = json.loads(done.stdout)
     assert done.returncode == 0
     keys = ["cause", "title", "rank", "place", "node", "confidence", "evidence", "fix"]
@@ -213,14 +213,17 @@ def test_the_command(allranks: Allranks, tmp_path: Path) -> None:
         {"file": "job.log", "line": 1, "text": "RuntimeError: Address already in use"}
     ]
     log.write_text("all is well\n")
-    assert json.loads(allranks("doctor", log, "--json").stdout) == []
-    assert f"{log}: no cause that the doctor knows" in allranks("doctor", log).stdout
-    known = json.loads(allranks("doctor", "--list", "--json").stdout)
+    assert json.loads(call_allranks("doctor", log, "--json", cwd=tmp_path).stdout) == []
+    assert (
+        f"{log}: no cause that the doctor knows"
+        in call_allranks("doctor", log, cwd=tmp_path).stdout
+    )
+    known = json.loads(call_allranks("doctor", "--list", "--json", cwd=tmp_path).stdout)
     assert "port-in-use" in {one["cause"] for one in known}
-    wrong = allranks("doctor", "nothing-here")
+    wrong = call_allranks("doctor", "nothing-here", cwd=tmp_path)
     assert wrong.returncode == 2 and "nothing-here" in wrong.stderr
     assert "Traceback" not in wrong.stderr
-    missing = allranks("doctor", "slurm-9.out")
+    missing = call_allranks("doctor", "slurm-9.out", cwd=tmp_path)
     assert missing.returncode == 2 and "there is no file slurm-9.out" in missing.stderr
 
 

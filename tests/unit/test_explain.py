@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.commandline import Allranks
+from tests.commandline import call_allranks
 
 from allranks.errors import AllranksError
 from allranks.job.axes import ModelFacts, check_tp
@@ -195,7 +195,7 @@ def test_axes_that_a_model_cannot_have_are_answered_with_those_that_it_can(
     assert fix in refused.value.fix
 
 
-def test_a_script_cannot_be_explained(allranks: Allranks, tmp_path: Path) -> None:
-    done = allranks("explain", "--layout", "1x2", "--", "python", "train.py", cwd=tmp_path)
+def test_a_script_cannot_be_explained(tmp_path: Path) -> None:
+    done = call_allranks("explain", "--layout", "1x2", "--", "python", "train.py", cwd=tmp_path)
     assert done.returncode == 2
     assert "only for tasks" in done.stderr and "bench scaling" in done.stderr

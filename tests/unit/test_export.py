@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.commandline import Allranks
+from tests.commandline import call_allranks
 from torch import nn
 
 from allranks.errors import AllranksError
@@ -131,8 +131,10 @@ def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path) -> Non
         export(run, tmp_path / "model.safetensors")
 
 
-def test_the_command_says_what_is_wrong_in_json(tmp_path: Path, allranks: Allranks) -> None:
-    done = allranks("export", "last", "--to", "safetensors", "model.safetensors", "--json")
+def test_the_command_says_what_is_wrong_in_json(tmp_path: Path) -> None:
+    done = call_allranks(
+        "export", "last", "--to", "safetensors", "model.safetensors", "--json", cwd=tmp_path
+    )
     assert done.returncode == 2
     error: dict[str, Any] = json.loads(done.stdout)["error"]
     assert error["what"] == "no run in runs"

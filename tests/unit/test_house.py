@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import re
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,12 +38,18 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(file: Path, *, typing: bool = False) -> Iterator[tuple[str, int]]:
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
+def imports(file: Path, *, typing: bool = False) -> list[tuple[str, int]]:
     """Every module that a file imports, in functions too, with its line.
 
     `if TYPE_CHECKING:` is left out unless `typing`: nothing in it is ever imported.
     """
-    tree = ast.parse(file.read_text())
+    tree, found = tree_of(file), []
     package = (
         module_name(file) if file.name == "__init__.py" else module_name(file).rpartition(".")[0]
     )
@@ -55,11 +61,12 @@ def imports(file: Path, *, typing: bool = False) -> Iterator[tuple[str, int]]:
         if id(node) in skipped and not typing:
             continue
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             name = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             for alias in node.names:  # `from allranks import train` is of allranks.train
-                yield f"{name}.{alias.name}", node.lineno
+                found.append((f"{name}.{alias.name}", node.lineno))
+    return found
 
 
 def part_of(name: str) -> str:
@@ -142,7 +149,7 @@ def test_whoever_loads_a_torch_module_of_ours_does_it_late() -> None:
     for file in FILES:
         if module_name(file) in RANK_SIDE or part_of(module_name(file)) in ("train", "tasks"):
             continue
-        top = ast.Module(ast.parse(file.read_text()).body, [])
+        top = ast.Module(tree_of(file).body, [])
         names = {
             f"{node.module}.{alias.name}"
             for node in top.body
@@ -160,7 +167,7 @@ def test_files_and_functions_are_short() -> None:
         text = file.read_text()
         if text.count("\n") > 600:
             long.append(f"{file.name}: {text.count(chr(10))} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 if length > 60:

@@ -125,7 +125,7 @@ def look_with_page(runs: Path) -> None:
 
 @pytest.mark.timeout(1200)  # half a minute alone; with old libraries beside other tests, ten
 @settings(
-    max_examples=100 // AT_ONCE,
+    max_examples=50 // AT_ONCE,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],  # a smaller example takes many folders to find

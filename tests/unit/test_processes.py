@@ -38,6 +38,25 @@ def test_a_hangup_is_a_request_to_end_but_under_nohup(before: str, received: str
     assert done.stdout.strip() == received, done.stderr
 
 
+def test_who_dies_with_its_parent_first_ends_what_outlives_it() -> None:
+    """Killed are the parent, and after the block the child: the pipe ends without its last word."""
+    code = (
+        "import os, time; from allranks.machine.processes import *\n"
+        "parent = os.getpid()\n"
+        "if os.fork(): time.sleep(600)\n"
+        "die_with_parent(parent)\n"
+        "with outliving_parent():\n"
+        "    print('within', flush=True)\n"
+        "    while os.getppid() == parent: time.sleep(0.001)\n"
+        "    print('outlived', flush=True)\n"
+        "print('after', flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"within\n"
+        parent.kill()
+        assert parent.stdout.read() == b"outlived\n"
+
+
 def test_before_there_are_ranks_a_second_signal_ends_all() -> None:
     with listening() as signals:
         with signals.leaving():

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -546,11 +545,9 @@ def test_a_job_whose_first_process_is_killed_is_requeued_by_its_first_task(
             assert claims.take(run.claims, Claim(number=1, job="101", pid=first.pid))
         if why_not == "stopped by its user":
             run.ask_to_stop(why_not, ["100"])
-        killer = threading.Timer(0.3, first.kill)
-        killer.start()
         # Its rank ends at once, of the same signal that SLURM sends to the rest of the job.
         with step.watching_job(run, 0, True, lambda: is_told or why_not == "cancelled"):
-            killer.join()
+            first.kill()
             first.wait()
     assert fake.of("scontrol", "sbatch") == ([] if why_not else [("scontrol", "requeue", "100")])
     lost = {"attempt": 0, "what": "the job's first process was killed on n1"}
@@ -564,8 +561,9 @@ def test_a_task_that_does_not_see_the_jobs_first_process_waits_for_nothing(
     monkeypatch.setenv("SLURM_JOB_ID", "100")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     assert claims.take(run.claims, Claim(number=0, job="100"))  # this process, which is no job
-    step.go_on_without_job(run, 0, lambda: False)
-    assert "lost" not in run.info()
+    monkeypatch.setattr(step, "watch", pytest.fail)
+    with step.watching_job(run, 0, True, lambda: False):
+        pass
 
 
 def test_srun_says_which_task_ended_badly_first(make: Callable[..., Relay]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.commandline import Allranks
+from tests.commandline import call_allranks
 from tests.report_runs import make_run, scaling_study
 
 from allranks.report.build import build
@@ -202,10 +202,12 @@ def test_the_picture_of_many_ranks_and_of_several_jobs(tmp_path: Path) -> None:
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
-def test_the_command(tmp_path: Path, allranks: Allranks) -> None:
+def test_the_command(tmp_path: Path) -> None:
     scaling_study(tmp_path / "runs")
     make_run(tmp_path / "runs", "1x1", step_seconds=0.1, name="older", number=0)
-    done = allranks("report", "--json", "--price", "h100=2", "--target", "0.5", "--out", "here")
+    done = call_allranks(
+        "report", "--json", "--price", "h100=2", "--target", "0.5", "--out", "here", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     built = json.loads(done.stdout)
     assert [section["job"] for section in built["sections"]] == ["language"]
@@ -223,7 +225,7 @@ def test_the_command(tmp_path: Path, allranks: Allranks) -> None:
         (["--prices", "none.yaml"], "cannot read none.yaml"),
     ],
 )
-def test_wrong_usage(allranks: Allranks, arguments: list[str], what: str) -> None:
-    done = allranks("report", *arguments)
+def test_wrong_usage(tmp_path: Path, arguments: list[str], what: str) -> None:
+    done = call_allranks("report", *arguments, cwd=tmp_path)
     assert done.returncode == 2 and what in done.stderr and "fix:" in done.stderr
     assert "Traceback" not in done.stderr

@@ -127,8 +127,6 @@ def test_what_cannot_be_written_makes_no_folder(slurm: FakeSlurm) -> None:
     for wrong in (["slurm.directives.gres=x"], ["slurm.grace=1h", "slurm.time=1h"]):
         with pytest.raises(AllranksError):
             send("1x2", overrides=wrong)
-    with pytest.raises(AllranksError, match="tp=2"):
-        send("1x2:tp=2")
     assert not Path("runs").exists()
     assert "--parsable" not in str(slurm.of("sbatch"))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from allranks.errors import STOPPED_AT_ONCE
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2
 
 # Signals that ask a run to stop. "Your time is nearly up" is USR2, since NCCL may handle USR1; USR1
 # is for scripts that listen to it (slurm.signal). HUP, sent when a terminal is closed, means TERM;
@@ -49,6 +49,22 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def outliving_parent() -> Iterator[None]:
+    """If the parent ends within this block, `die_with_parent` waits for the end of it."""
+    if sys.platform != "linux":
+        yield
+        return
+    system, parent, number = ctypes.CDLL(None), os.getppid(), ctypes.c_int()
+    system.prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
+    system.prctl(PR_SET_PDEATHSIG, 0)
+    try:
+        yield
+    finally:
+        if number.value:
+            die_with_parent(parent)
 
 
 def signal_name(number: int) -> str:

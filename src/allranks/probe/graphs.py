@@ -7,17 +7,16 @@ It starts before the capture and is read after it, so no call of it is captured.
 from __future__ import annotations
 
 import functools
-import tempfile
+import json
 from contextlib import suppress
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from allranks.probe.compilers import uncompiled, unseen_by_compilers
-from allranks.probe.profilers import Profilers, export
+from allranks.probe.profilers import Profilers, exported
 from allranks.timing.flops import GRAPH_MARK, Flops, flops_of
-from allranks.timing.trace import STEP_MARK, read_trace
+from allranks.timing.trace import STEP_MARK, trace_of
 
 MOST_SECONDS = 1.0  # for all graphs together: a script may capture hundreds
 UNKNOWN = "unknown"  # in place of the number of a graph that was not counted
@@ -116,10 +115,8 @@ def mark(number: int) -> None:
 
 def counted(made: Any) -> Flops | None:
     """The operations of what was captured; None if they cannot be counted."""
-    with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
-        path = Path(folder, "trace.json")
-        export(made, path)
-        trace = read_trace(path, 0)
+    with exported(made) as file:
+        trace = trace_of(json.loads(file.read()), 0)
     return flops_of(trace, in_tf32()) if trace is not None else None
 
 

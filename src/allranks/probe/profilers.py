@@ -9,14 +9,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import IO, Any
 
+from allranks.machine.processes import outliving_parent
 from allranks.probe.compilers import unseen_by_compilers
 from allranks.probe.recorder import Recorder
 
@@ -217,6 +219,15 @@ def export(made: Any, path: Path) -> None:
     """Write what a profiler has seen."""
     with silence():
         made.export_chrome_trace(str(path))
+
+
+def exported(made: Any) -> IO[bytes]:
+    """What a profiler has seen, in an open file that is in no folder any more."""
+    # Ranks die with their launcher, but not while there is a folder that would stay.
+    with outliving_parent(), tempfile.TemporaryDirectory(prefix="allranks-") as folder:
+        path = Path(folder, "trace.json")
+        export(made, path)
+        return path.open("rb")
 
 
 def hook_profilers(profilers: Profilers) -> None:

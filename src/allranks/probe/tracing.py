@@ -10,28 +10,27 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import json
 import math
 import os
 import statistics
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from allranks.probe.compilers import uncompiled
 from allranks.probe.graphs import Graphs, in_tf32
-from allranks.probe.profilers import Profilers, export
+from allranks.probe.profilers import Profilers, exported
 from allranks.probe.recorder import Recorder
 from allranks.probe.sampler import Sampler, folder_of_torch
 from allranks.run.folder import write_atomically
 from allranks.timing.flops import flops_of
 from allranks.timing.timeline import AFTER, AROUND, BACKWARD, DATA, WAIT, Mark
-from allranks.timing.trace import STEP_MARK, Interval, Trace, read_trace
+from allranks.timing.trace import STEP_MARK, Interval, Trace, trace_of
 from allranks.timing.traced_steps import reduce_trace
 
 VARIABLE = "ALLRANKS_TRACE"  # off: no traces
@@ -332,12 +331,11 @@ class Tracer:
             self.give_up(why)
 
     def _read(self, made: Any) -> Trace:
-        with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
-            path = Path(folder, "trace.json")
-            export(made, path)
-            if path.stat().st_size > MAX_TRACE_BYTES:
-                raise RuntimeError(f"the trace of {path.stat().st_size >> 20} MiB is too large")
-            trace = read_trace(path, self.recorder.rank)
+        with exported(made) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_TRACE_BYTES:
+                raise RuntimeError(f"the trace of {size >> 20} MiB is too large")
+            trace = trace_of(json.loads(file.read()), self.recorder.rank)
         if trace is None:
             raise RuntimeError("the trace has no steps")
         if trace.is_blind or (self.recorder.device is not None and not trace.device):

@@ -31,6 +31,7 @@ from allranks.launch.prepare import Attempt, Prepared
 from allranks.machine.gpus import local_gpus
 from allranks.machine.processes import STOP_SIGNALS, listening
 from allranks.run import claims
+from allranks.run.claims import Claim
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 
@@ -85,21 +86,17 @@ def end_with_claim(run: RunDir, number: int, seconds: float) -> None:
             continue
 
 
-def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> None:
+def go_on_without_job(run: RunDir, claim: Claim, holder: int, is_told: Callable[[], bool]) -> None:
     """Requeue the job when its first process is killed: SLURM would only end the rest of it.
 
-    `is_told`: whether this task was told to stop, perhaps because somebody cancelled the job.
+    `holder`: that process, as an open file. `is_told`: whether this task was told to stop, perhaps
+    because somebody cancelled the job.
     """
     from allranks.launch.backends.slurm import allocation, in_job, sbatch
 
-    claim, place = claims.newest(run.claims), in_job.SlurmNodes.from_environment(os.environ)
-    if claim is None or claim.number != number or not is_holder(claim.pid, run):
-        return  # it runs on another node, or where its processes are not seen
-    try:
-        holder = os.pidfd_open(claim.pid)
-    except OSError:  # an old kernel
-        return
     select.select([holder], [], [])
+    os.close(holder)
+    place = in_job.SlurmNodes.from_environment(os.environ)
     info = run.info()
     if info.get("queued") or info.get("ended") or run.asked_to_stop(place.job):
         return
@@ -115,16 +112,31 @@ def watching_job(
     run: RunDir, number: int | None, is_first: bool, is_told: Callable[[], bool]
 ) -> Iterator[None]:
     """Have the first task of a job watch over it, and not end before the job is requeued."""
-    if not is_first or number is None:
+    claim = claims.newest(run.claims) if is_first and number is not None else None
+    # Opened before there are ranks: it may be killed as soon as they begin.
+    holder = open_holder(claim.pid, run) if claim and claim.number == number else None
+    if claim is None or holder is None:
         yield
         return
-    thread = watch(go_on_without_job, run, number, is_told)
+    thread = watch(go_on_without_job, run, claim, holder, is_told)
     try:
         yield
     finally:
-        holder = claims.newest(run.claims)
-        if holder is not None and not is_holder(holder.pid, run):
+        if not is_holder(claim.pid, run):
             thread.join(REQUEUE_SECONDS)
+
+
+def open_holder(process: int, run: RunDir) -> int | None:
+    """The process that holds a run for a job, as a file that can be waited for.
+
+    None if it runs on another node, or where its processes are not seen.
+    """
+    with suppress(OSError):  # an old kernel
+        holder = os.pidfd_open(process)
+        if is_holder(process, run):
+            return holder
+        os.close(holder)
+    return None
 
 
 def is_holder(process: int, run: RunDir) -> bool:
