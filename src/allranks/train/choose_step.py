@@ -236,12 +236,13 @@ class MeasuredStep:
         return (yield from self._median_block(t, count))
 
     def _glance(self, t: Training) -> Generator[None, None, float]:
-        """The same of the first steps of an attempt, roughly."""
+        """Seconds of a plain step, roughly: of an attempt's first ones. Collective."""
         for _ in range(SETTLE_STEPS):
             yield
         return (yield from self._median_block(t, GLANCE_STEPS))
 
     def _median_block(self, t: Training, count: int) -> Generator[None, None, float]:
+        """The median of several blocks of so many steps each, in seconds a step. Collective."""
         blocks = []
         for _ in range(BLOCKS):
             blocks.append((yield from self._time_block(t, count)))
