@@ -88,7 +88,7 @@ class Layout:
     def parse(cls, text: str) -> Layout:
         """Read what `str` writes. Raises AllranksError."""
         shape, colon, axes = text.partition(":")
-        shape = "".join(shape.split())
+        shape = re.sub(r"\s*x\s*", "x", shape.strip())
         match = re.fullmatch(r"([0-9]+)x([0-9]+)", shape)
         if match is None:
             raise AllranksError(f'layout "{text}" is not NODESxGPUS', fix=f"write {_near(shape)}")

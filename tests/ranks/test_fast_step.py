@@ -272,27 +272,31 @@ def test_a_graph_that_does_not_work_changes_nothing(
     assert why in found.compiles[-1]["why"]
 
 
-def after(folder: Path, decided: int, forms: list[Any], seconds: dict[str, float]) -> Trained:
+def after(folder: Path, decided: int, tried: str, seconds: dict[str, float]) -> Trained:
     """A run that an earlier attempt left with such a record."""
-    run = a_run(folder / f"decided-{decided}", DIGITS)
+    run = a_run(folder / f"{tried}-{decided}", DIGITS)
     stored = {"layout": "1x1", "device": "CPU", "torch": torch.__version__, "decided": decided}
-    (run.path / "compile.json").write_text(json.dumps({**stored, "forms": forms}))
+    stored["forms"] = [[1, EAGER], [4, tried]]
+    (run.path / "compile.json").write_text(json.dumps(stored))
     return a_training(run.path, 0, "", rules(start_child=NoChild()), seconds)
 
 
-def all_after(folder: Path, *args: Any) -> list[Trained]:
-    return [after(folder, decided, *args) for decided in (0, 20, 30)]
+def all_after(folder: Path, seconds: dict[str, float]) -> list[Trained]:
+    tried = (0, COMPILED), (0, EAGER + GRAPH), (20, EAGER + GRAPH), (30, EAGER + GRAPH)
+    return [after(folder, *one, seconds) for one in tried]
 
 
 def test_a_form_that_was_only_tried_or_for_other_steps_is_measured_again(tmp_path: Path) -> None:
-    forms, seconds = [[1, EAGER], [4, EAGER + GRAPH]], {EAGER: 1.0, EAGER + GRAPH: 2.0}
-    (found,) = run_ranks(all_after, 1, tmp_path, tmp_path, forms, seconds, timeout=120)
-    for one in found[:2]:
+    seconds = {**dict.fromkeys(FASTER, 2.0), EAGER: 1.0}
+    (found,) = run_ranks(all_after, 1, tmp_path, tmp_path, seconds, timeout=120)
+    assert found[0].compiles[-1]["times"] == seconds
+    assert found[0].compiles[-1]["form"] == found[0].forms["forms"][-1][1] == EAGER
+    for one in found[1:3]:
         assert [form for _, form in one.forms["forms"]] == [EAGER, EAGER + GRAPH, EAGER]
         assert one.compiles[-1]["form"] == EAGER
-        assert one.compiles[-1]["times"] == seconds
-    assert [list(pair) for pair in found[2].forms["forms"]] == forms
-    assert found[2].compiles[-1]["times"] == {}
+        assert one.compiles[-1]["times"] == {EAGER: 1.0, EAGER + GRAPH: 2.0}
+    assert [list(pair) for pair in found[3].forms["forms"]] == [[1, EAGER], [4, EAGER + GRAPH]]
+    assert found[3].compiles[-1]["times"] == {}
 
 
 def test_nothing_is_compiled_once_the_steps_left_would_not_pay_for_it(tmp_path: Path) -> None:

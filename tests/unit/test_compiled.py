@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from allranks.job.job import parse_job
 from allranks.layout import Layout
 from allranks.run.folder import RunDir
 from allranks.tasks import Task
@@ -150,3 +152,24 @@ def test_a_compiler_that_cannot_be_started_is_no_error(
     log = tmp_path / "missing" / "compile.log"
     why = compile_ahead.start(t, RunDir(tmp_path), log, ranks_here=1, local_rank=0)
     assert "no process could be started" in str(why)
+
+
+def test_what_compiling_took_is_not_known_of_a_task_that_was_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "edited_task.py"
+    source.write_text("from allranks.tasks.spiral import Spiral as Mine\n")
+    job = parse_job({"task": "edited_task:Mine"})
+    importlib.import_module("edited_task")
+
+    def known() -> bool:
+        cost = compile_ahead.CompileCost.of(job, Layout(), torch.device("cpu"))
+        return math.isfinite(cost.seconds())
+
+    with compile_ahead.CompileCost.of(job, Layout(), torch.device("cpu")).noted():
+        pass
+    assert known()
+    source.write_text("from allranks.tasks.digits import Digits as Mine\n")
+    assert not known()

@@ -122,6 +122,7 @@ def test_any_text_parses_or_is_refused_with_layouts_that_are_accepted(text: str)
         ("", "is not NODESxGPUS", "2x4"),
         ("2x", "is not NODESxGPUS", "2x1"),
         ("2x4,tp=2", "is not NODESxGPUS", "write 2x4:tp=2,"),
+        ("1x1 6", "is not NODESxGPUS", "2x4"),
         ("2x4@slurm", "is not NODESxGPUS", "2x4"),
         ("-1x4", "is not NODESxGPUS", "2x4"),
         ("٣x٣", "is not NODESxGPUS", "2x4"),

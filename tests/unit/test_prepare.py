@@ -609,13 +609,14 @@ def test_a_pipeline_without_pp_is_warned_of(
 
 @pytest.mark.usefixtures("clean")
 def test_two_sizes_of_micro_batches_are_warned_of() -> None:
-    def warned(size: object) -> list[str]:
+    def warned(size: object, layout: str = "1x2:pp=2") -> list[str]:
         words = ["batch_size=32", f"micro_batch_size={size}", "pipeline.micro_batches=4"]
-        return warnings(prepare(typed(*words, layout="1x2:pp=2")).job)
+        return warnings(prepare(typed(*words, layout=layout)).job)
 
     assert warned(8) == warned("auto") == warned("null") == []
     (said,) = warned(4)
     assert "micro_batch_size=4 has no effect" in said and "micro-batches of 8 samples" in said
+    assert warned(4, "1x2")[0].endswith("write --layout 1x2:pp=2")  # it accumulates already
 
 
 # --- What the machine can hold ------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -151,6 +152,7 @@ def test_a_resumed_run_divides_its_model_as_before(
     assert divided(2, [1, 1, 1, 4]) == [3, 1]  # nothing was committed
     assert divided(4, [1, 1, 1, 1]) == [1, 1, 1, 1]  # other stages
     assert divided(2, [1, 1, 1, 1], Saved([1, 1, 1, 1])) == [3, 1]  # as before
+    assert json.loads((tmp_path / stages.FILE).read_text()) == {"2": [3, 1], "4": [1, 1, 1, 1]}
     (tmp_path / stages.FILE).unlink()
     assert divided(2, [1, 1, 1, 1], Saved([1, 3])) == [1, 3]
     (tmp_path / stages.FILE).write_text('{"2": [4, 1]}')  # of another model
@@ -193,5 +195,8 @@ def test_places_of_a_pipeline_that_are_explained_alike() -> None:
     assert len(middle) == 1 and first != last
     other = {**passed, 3: Passed(tensors=(((1, 4), torch.float32),))}
     assert [kinds(6, other).count(kind) for kind in kinds(6, other)] == [1, 2, 1, 1, 2, 1]
+    blocks[2].bias.requires_grad_(False)
+    assert [kinds(6, passed).count(kind) for kind in kinds(6, passed)] == [1, 3, 1, 3, 3, 1]
+    blocks[2].bias.requires_grad_(True)
     blocks[1].weight = blocks[2].weight  # the sum of their gradients is exchanged
     assert [kinds(6, passed).count(kind) for kind in kinds(6, passed)] == [1, 1, 1, 2, 2, 1]

@@ -741,12 +741,14 @@ def test_the_commands_and_their_json(slurm: FakeSlurm) -> None:
 
 
 def test_a_dry_run_writes_nothing_and_prints_what_would_be_sent(slurm: FakeSlurm) -> None:
-    args = ["submit", "--race", "1x4,4x1", "slurm.time=1h", "--dry-run"]
+    args = ["submit", "--race", "1x4,4x1", "slurm.time=1h", "pipeline.micro_batches=2", "--dry-run"]
     shown = answer(*args)
     assert list(shown["table"]) == list(shown["scripts"]) == ["1x4", "4x1"]
     assert shown["table"]["4x1"]["nodes"] == 4
     assert "#SBATCH --nodes=4\n" in shown["scripts"]["4x1"]
-    printed = typed(*args).stdout
+    done = typed(*args)
+    printed = done.stdout
+    assert "note: pipeline.micro_batches has no effect on layout 4x1" in done.stderr
     assert printed.splitlines()[0].split() == ["layout", "1x4", "4x1"]
     for script in shown["scripts"].values():
         assert script in printed

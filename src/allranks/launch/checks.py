@@ -163,7 +163,7 @@ def _unused_micro_batches(jobs: Sequence[Job]) -> Iterator[str]:
         if keys:
             yield (
                 f"{' and '.join(keys)} {has} no effect on layout {layout}, which has no pp; "
-                f"write --layout {near}{size if wanted else ''}"
+                f"write --layout {near}{size if wanted and job.micro_batch_size is None else ''}"
             )
 
 

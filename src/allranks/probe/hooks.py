@@ -253,10 +253,8 @@ def hook_tensor_waits(recorder: Recorder) -> None:
         timed = waiting(recorder, wait, exchange=TENSOR_PARALLEL)
         collectives.wait_tensor = unless_compiled(wait, timed)
     sharded: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    group = getattr(sharded, "FSDPParamGroup", None)
-    if group is not None and hasattr(
-        group, "wait_for_unshard"
-    ):  # on a GPU it waits on the stream, not for a Work
+    group: Any = getattr(sharded, "FSDPParamGroup", None)
+    if hasattr(group, "wait_for_unshard"):  # on a GPU it waits on the stream, not for a Work
         unshard = group.wait_for_unshard
         timed_unshard = waiting(recorder, unshard, exchange="all-gather")
 

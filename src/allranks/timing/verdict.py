@@ -280,7 +280,7 @@ def gain_of(limit: Limit, found: Measured) -> float:
     left = {part: share for part, share in found.shares.items() if part != limit}
     if found.is_gpu and limit in ("launches", "host", "copies"):
         overlaps = ["launches", "host"]
-        if found.shares["data"] < 1 - 1 / LEAST_GAIN:
+        if found.shares["data"] < Thresholds().data:
             overlaps.append("data")
         hidden = math.fsum(left.pop(part, 0.0) for part in overlaps)
         rest = max(math.fsum(left.values()), hidden)

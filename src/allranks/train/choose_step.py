@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -54,7 +54,7 @@ TOO_LATE = "the steps that are left would not pay for it"
 class Rules:
     """When to measure, and what has to be gained."""
 
-    measure_from: int = 30  # steps of an attempt: by then, the probe has traced some
+    measure_from: int = 30  # steps: by then, the probe has traced some
     block_seconds: float = 0.2
     least_gain: float = 1.01
     graph_pays: int = 100  # steps that are left: a rehearsal takes as long as three
@@ -129,15 +129,15 @@ class MeasuredStep:
         for _ in range(self.rules.measure_from):
             yield
         seconds[self.form] = yield from self._time(t)
-        if self.form != COMPILED:
-            yield from self._try_form(t, EAGER, seconds)  # an earlier attempt was in another
-            yield from self._try_form(t, EAGER + GRAPH, seconds)
-            self._settle_on_fastest(t, seconds)
-            if (yield from self._compiler_is_ready(t, min(seconds.values()))):
-                yield from self._try_form(t, COMPILED, seconds)
-        if self.form == COMPILED:
-            yield from self._try_form(t, COMPILED + GRAPH, seconds)
-        self._settle_on_fastest(t, seconds)
+        if self.form.startswith(COMPILED):  # since the first steps, or an earlier attempt
+            yield from self._try_forms(t, (COMPILED + GRAPH, EAGER), seconds)
+        if not self.form.startswith(COMPILED):
+            yield from self._try_forms(t, (EAGER, EAGER + GRAPH), seconds)
+            fastest = min(seconds.values())
+            if COMPILED not in seconds and (yield from self._compiler_is_ready(t, fastest)):
+                yield from self._try_forms(t, (COMPILED, COMPILED + GRAPH), seconds)
+            else:
+                self._report(t, seconds)
         self.record.decided = t.last_step
         self._keep_record(t)
         set_choosing(False)
@@ -160,19 +160,23 @@ class MeasuredStep:
         if self.form != EAGER:
             self._report(t, {})
 
-    def _try_form(
-        self, t: Training, form: str, seconds: dict[str, float]
+    def _try_forms(
+        self, t: Training, forms: Sequence[str], seconds: dict[str, float]
     ) -> Generator[None, None, None]:
-        """Switch to a form, if it works here, and time it."""
-        if form.endswith(GRAPH) and (
-            self.rules.make_graph is None
-            or t.last_step - t.progress.step < self.rules.graph_pays
-            or graph_refused(t)
-        ):
-            return
-        if form not in seconds and self._use(t, form):
-            self._note_switch(t)
-            seconds[form] = yield from self._time(t)
+        """Time each of these forms that is new and works here; go on in the fastest form so far."""
+        for form in forms:
+            was_refused = form.startswith(COMPILED) and COMPILED in self.refused
+            if form in seconds or was_refused or self._graph_refused(t, form):
+                continue
+            if self._use(t, form):
+                self._note_switch(t)
+                seconds[form] = yield from self._time(t)
+        self._settle_on_fastest(t, seconds)
+
+    def _graph_refused(self, t: Training, form: str) -> bool:
+        too_late = t.last_step - t.progress.step < self.rules.graph_pays
+        is_refused = self.rules.make_graph is None or too_late or graph_refused(t) is not None
+        return is_refused and form.endswith(GRAPH)
 
     def _settle_on_fastest(self, t: Training, seconds: dict[str, float]) -> None:
         """Switch to the fastest form, or to a plainer one that is about as fast."""
@@ -193,6 +197,7 @@ class MeasuredStep:
             if is_compiled and not was_compiled:
                 with self.cost.noted():
                     compile_now(t, micros[0])
+                self.cost = CompileCost(None)  # again, it would take less in this process
             elif was_compiled and not is_compiled:
                 set_compiled(t, False)
             if form.endswith(GRAPH):
@@ -231,12 +236,13 @@ class MeasuredStep:
         return (yield from self._median_block(t, count))
 
     def _glance(self, t: Training) -> Generator[None, None, float]:
-        """The same of the first steps of an attempt, roughly."""
+        """Seconds of a plain step, roughly: of an attempt's first ones. Collective."""
         for _ in range(SETTLE_STEPS):
             yield
         return (yield from self._median_block(t, GLANCE_STEPS))
 
     def _median_block(self, t: Training, count: int) -> Generator[None, None, float]:
+        """The median of several blocks of so many steps each, in seconds a step. Collective."""
         blocks = []
         for _ in range(BLOCKS):
             blocks.append((yield from self._time_block(t, count)))

@@ -174,7 +174,7 @@ def _synchronise(device: torch.device) -> None:
 def kind_of_block(block: nn.Module) -> tuple[Any, ...]:
     """A key that is equal for blocks that differ only in the values of their weights."""
     tensors = (*block.parameters(), *block.buffers())
-    return type(block), repr(block), tuple((tuple(x.shape), x.dtype) for x in tensors)
+    return type(block), repr(block), [(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors]
 
 
 def divide_blocks(
@@ -205,8 +205,8 @@ def divide_blocks(
 
 def divisions_before(run: RunDir, commit: Commit | None) -> dict[str, list[int]]:
     """Blocks of each stage in earlier attempts of a run, by the number of stages."""
-    before = commit.manifest().get("stages", []) if commit else []
-    known = {str(len(before)): before}
+    before = commit.manifest().get("stages") if commit else None
+    known = {str(len(before)): before} if before else {}
     with suppress(OSError, ValueError, TypeError):  # there even if nothing was committed
         known |= json.loads((run.path / FILE).read_text())
     return known
