@@ -27,6 +27,7 @@ class Allranks(Protocol):
 
 def call_allranks(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`allranks ARGS` by this process: a tenth of a second, and fakes are seen."""
+    from allranks.cli.commands import keep_typed
     from allranks.cli.main import main
 
     out, errors, words = io.StringIO(), io.StringIO(), ["allranks", *map(str, args)]
@@ -36,6 +37,7 @@ def call_allranks(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[s
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(errors))
         stack.enter_context(contextlib.chdir(cwd))
+        stack.callback(keep_typed, [], None)  # other tests call commands without main()
         try:
             main()
         except SystemExit as ended:
