@@ -247,6 +247,27 @@ def test_traced_steps_that_differ_from_the_others_make_nothing_sure(tmp_path: Pa
     assert (found.limit, found.sure) == ("host", False)
 
 
+TINY = {"data": 0.002, "forward": 0.15, "backward": 0.2, "optimizer": 0.2, "other": 0.05}
+
+
+@pytest.mark.parametrize(("host", "is_sure"), [(0.0, True), (0.1, False)])
+def test_short_steps_that_tracing_slows_are_like_the_others(
+    tmp_path: Path, host: float, is_sure: bool
+) -> None:
+    """So may be what is between their operators. The trace is read in its last step."""
+
+    def each(rank: int, number: int, step: Event) -> Event:
+        if not 30 <= number < 34:
+            return step
+        slow = {phase: step[phase] * 1.8 for phase in TINY}
+        return {**step, **slow, "optimizer": slow["optimizer"] + 0.07 * (number == 33)}
+
+    shown = {0: cpu_trace(host=host, local=1.0, cost=0.06)}
+    found = verdict_of(planted(tmp_path, TINY, traces=shown, each=each))
+    assert (found.limit, found.sure) == ("host" if host else "compute", is_sure)
+    assert found.shares["host"] == pytest.approx(host / 0.6, abs=0.02)
+
+
 def test_what_only_tracing_may_have_caused_is_not_sure(tmp_path: Path) -> None:
     """Traced steps are idle for twice as long: either of two may be the longer one elsewhere."""
     shown = {0: gpu_trace(20.0, host=70.0, launches=90.0)}

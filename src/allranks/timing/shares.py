@@ -347,11 +347,15 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
     traced = [took for event, took in zip(own, pauses, strict=True) if event["step"] not in starts]
     if own:
         parts["host"] = max(0.0, parts["host"] - math.fsum(traced) / len(own))
+    device = str(within[-1].get("device", ""))
+    slowed = slowed_by(within, own, steps, pauses)
     least, most = LIKE_OTHERS
-    slowed = slowed_by(own, steps, pauses)
-    cost = math.fsum(one.get("cost", 0.0) for one in within) / len(numbers)
+    if device == "cuda":
+        most += math.fsum(one.get("cost", 0.0) for one in within) / len(numbers) / usual
+    else:
+        most = SLOWED
     return Traced(
-        device=str(within[-1].get("device", "")),
+        device=device,
         parts=parts,
         lines=mean_lines(within, "lines"),
         copying=mean_lines(within, "copying"),
@@ -361,7 +365,7 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
         pageable=mean("pageable"),
         kernels=mean("kernels"),
         slowed=slowed,
-        is_alike=least <= slowed <= most + cost / usual,
+        is_alike=least <= slowed <= most,
     )
 
 
@@ -384,18 +388,29 @@ def is_usual(trace: Mapping[str, Any], record: RankRecord, steps: Mapping[int, E
     if any(OTHER not in event for event in own):
         return False
     least, most = LIKE_OTHERS
-    return least <= slowed_by(own, steps, [0.0] * len(own)) <= most
+    return least <= slowed_by([trace], own, steps, [0.0] * len(own)) <= most
 
 
 def slowed_by(
-    traced: Sequence[Event], others: Mapping[int, Event], pauses: Sequence[float]
+    traces: Sequence[Event],
+    traced: Sequence[Event],
+    others: Mapping[int, Event],
+    pauses: Sequence[float],
 ) -> float:
-    """How many times as long traced steps took as the others; 1 if that is not known."""
+    """How many times as long traced steps took as the others; 1 if that is not known.
+
+    A trace is read in its last step, which says nothing unless it is the only one.
+    """
     usual = statistics.median(local_seconds(event) for event in others.values())
     if not traced or not usual:
         return 1.0
-    longer = [local_seconds(event) - more for event, more in zip(traced, pauses, strict=True)]
-    return statistics.fmean(longer) / usual
+    read_in = {traced_steps(one)[-1] for one in traces}
+    took = {
+        event["step"]: local_seconds(event) - more
+        for event, more in zip(traced, pauses, strict=True)
+    }
+    usable = [seconds for step, seconds in took.items() if step not in read_in]
+    return statistics.fmean(usable or took.values()) / usual
 
 
 def local_seconds(event: Event) -> float:
@@ -457,7 +472,8 @@ def of_local(local: float, traced: Traced) -> Shares:
     if traced.device != "cuda":
         # Tracing slows operators, not what is between them; a busy machine slows both.
         host = min(local, own["host"] * min(1.0, SLOWED / traced.slowed))
-        return {"compute": local - host, "host": host, DOUBT: max(0.0, own["host"] - host)}
+        doubt = max(own["host"] - host, host - own["host"] / max(1.0, traced.slowed))
+        return {"compute": local - host, "host": host, DOUBT: doubt}
     working = own["compute"] + own["copies"] + traced.exchanges
     scale = min(1.0, local / working) if working else 1.0
     idle = max(0.0, local - working)
