@@ -238,11 +238,19 @@ def test_a_short_wait_for_the_loader_overlaps_once_a_gpu_is_not_kept_waiting(
     assert found.limit == "launches" and found.gain == pytest.approx(gain, rel=0.12)
 
 
-def test_traced_steps_that_differ_from_the_others_make_nothing_sure(tmp_path: Path) -> None:
-    def each(rank: int, number: int, step: Event) -> Event:
-        return {**step, "forward": step["forward"] * (4 if 30 <= number < 34 else 1)}
+@pytest.mark.parametrize(("times", "reading"), [(4.0, 0.0), (1.6, 0.4)])
+def test_traced_steps_that_differ_from_the_others_make_nothing_sure(
+    tmp_path: Path, times: float, reading: float
+) -> None:
+    """As when a step is compiled later: what reading the trace took explains only itself."""
 
-    shown = {0: gpu_trace(60.0, host=130.0)}
+    def each(rank: int, number: int, step: Event) -> Event:
+        if not 30 <= number < 34:
+            return step
+        slow = {phase: step[phase] * times for phase in HEALTHY}
+        return {**step, **slow, "optimizer": slow["optimizer"] + reading * (number == 33)}
+
+    shown = {0: gpu_trace(60.0, host=130.0, cost=reading)}
     found = verdict_of(planted(tmp_path, HEALTHY, traces=shown, each=each))
     assert (found.limit, found.sure) == ("host", False)
 

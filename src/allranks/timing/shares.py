@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ PLACES, PLACE_BYTES = 12, 1 << 14  # in a long file: steps are read there to see
 NO_WAIT = {WAIT: math.inf}
 MOST_SLOWER = 0.25  # of the time for copies: by how much they may be slower in other steps
 SLOWED = 2.5  # times: more is not explained by tracing short operators on a CPU
-# Traced steps may take this many times as long as others, besides what the trace has cost.
+# Traced steps may take this many times as long as others, on a GPU besides what the trace has cost.
 LIKE_OTHERS = (0.75, 1.33)
 
 
@@ -348,12 +348,13 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
     if own:
         parts["host"] = max(0.0, parts["host"] - math.fsum(traced) / len(own))
     device = str(within[-1].get("device", ""))
-    slowed = slowed_by(within, own, steps, pauses)
     least, most = LIKE_OTHERS
     if device == "cuda":
+        read_in = set[int]()  # the cost says how long that took
         most += math.fsum(one.get("cost", 0.0) for one in within) / len(numbers) / usual
     else:
-        most = SLOWED
+        read_in, most = {traced_steps(one)[-1] for one in within}, SLOWED
+    slowed = slowed_by(own, steps, pauses, read_in)
     return Traced(
         device=device,
         parts=parts,
@@ -388,23 +389,23 @@ def is_usual(trace: Mapping[str, Any], record: RankRecord, steps: Mapping[int, E
     if any(OTHER not in event for event in own):
         return False
     least, most = LIKE_OTHERS
-    return least <= slowed_by([trace], own, steps, [0.0] * len(own)) <= most
+    read_in = {traced_steps(trace)[-1]}
+    return least <= slowed_by(own, steps, [0.0] * len(own), read_in) <= most
 
 
 def slowed_by(
-    traces: Sequence[Event],
     traced: Sequence[Event],
     others: Mapping[int, Event],
     pauses: Sequence[float],
+    read_in: Collection[int],
 ) -> float:
     """How many times as long traced steps took as the others; 1 if that is not known.
 
-    A trace is read in its last step, which says nothing unless it is the only one.
+    `read_in`: steps in which a trace was read, which say nothing unless there is no other.
     """
     usual = statistics.median(local_seconds(event) for event in others.values())
     if not traced or not usual:
         return 1.0
-    read_in = {traced_steps(one)[-1] for one in traces}
     took = {
         event["step"]: local_seconds(event) - more
         for event, more in zip(traced, pauses, strict=True)
