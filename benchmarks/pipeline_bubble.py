@@ -57,13 +57,14 @@ class Equal(Task):
     """Equal blocks, and a loss that costs little."""
 
     depth: int = 16
-    width: int = 1024
+    width: int = 2048
 
     def model(self) -> nn.Module:
         blocks = [
             nn.Sequential(nn.Linear(self.width, self.width), nn.GELU()) for _ in range(self.depth)
         ]
-        return nn.Sequential(*blocks)
+        # Without weights before it, the first block computes no gradient of its inputs.
+        return nn.Sequential(nn.Sequential(Scale(self.width), blocks[0]), *blocks[1:])
 
     def datasets(self) -> dict[str, Dataset[tuple[Tensor, ...]]]:
         inputs = torch.randn(2_048, self.width, generator=torch.Generator().manual_seed(0))
@@ -71,6 +72,17 @@ class Equal(Task):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).square().mean(1)
+
+
+class Scale(nn.Module):
+    """A weight for each feature."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.weight
 
 
 def run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
@@ -140,8 +152,8 @@ def count_time(owner: type, name: str, seconds: list[float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--width", type=int, default=1024, help="of the blocks")
-    parser.add_argument("--steps", type=int, default=20, help="measured of each row")
+    parser.add_argument("--width", type=int, default=2048, help="of the blocks")
+    parser.add_argument("--steps", type=int, default=10, help="measured of each row")
     parser.add_argument("--schedule", choices=["1f1b", "gpipe"], default="1f1b")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -143,9 +143,9 @@ def width_of_step(seconds: float, turns: Turns, device: str = "cpu") -> int:
     """The width at which a step takes this long, by rank 0's clock; the same on all ranks."""
     width = torch.tensor(128 if device == "cpu" else 8192)
     while True:
-        # The shortest of several: a machine that is slow for a while would make the step too short.
+        # The shortest of several: a CPU that is slow for a while would make the step too short.
         medians = []
-        for _ in range(3):
+        for _ in range(3 if device == "cpu" else 1):
             loop = training(int(width), turns, device)
             # Long enough for the process to have all its memory: steps are shorter from then on.
             steps = [

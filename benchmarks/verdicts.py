@@ -2,7 +2,7 @@
 
     python benchmarks/verdicts.py                     # on a CPU: 25 minutes
     python benchmarks/verdicts.py --only host-3-ms    # one situation, or several
-    python benchmarks/verdicts.py --gpu               # on a GPU: 12 minutes, see --only and --keep
+    python benchmarks/verdicts.py --gpu               # on a GPU: 15 minutes, see --only and --keep
     python benchmarks/verdicts.py --traceml ~/traceml/bin/python   # beside TraceML, see below
     python benchmarks/verdicts.py --quick             # only the verdicts, not whether gains hold
     python benchmarks/verdicts.py --keep DIR          # what DIR already has is not run again

@@ -331,7 +331,7 @@ ON_GPU = [
         name="copies-pageable",
         limit="copies",
         plant={
-            "begin": "table = torch.ones(100_000_000)",
+            "begin": "table = torch.ones(75_000_000)",
             "batch": "table.to(device)",
         },
         args=f"{GPU} --steps 80",
@@ -341,7 +341,7 @@ ON_GPU = [
         name="copies-back",
         limit="copies",
         plant={
-            "begin": "table = torch.ones(50_000_000, device=device)",
+            "begin": "table = torch.ones(25_000_000, device=device)",
             "step": "kept = table.cpu()",
         },
         args=f"{GPU} --steps 80",
