@@ -88,6 +88,26 @@ def test_a_fresh_model_guesses_and_its_loss_is_the_mean_over_tokens() -> None:
     assert task.loss(outputs.bfloat16(), targets).dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("matmuls", "stream"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),  # a stream can exceed its largest number
+        (None, torch.float32),
+    ],
+)
+def test_the_stream_between_blocks_is_as_precise_as_matmuls(
+    matmuls: torch.dtype | None, stream: torch.dtype
+) -> None:
+    model = Language().model()
+    seen: list[torch.dtype] = []
+    for block in Language().blocks(model)[:-1]:
+        block.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    with torch.autocast("cpu", matmuls, enabled=matmuls is not None):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    assert seen == [stream] * len(seen) and len(seen) == 3
+
+
 def test_a_position_sees_only_what_came_before() -> None:
     torch.manual_seed(0)
     model = Language().model()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -62,7 +63,7 @@ class Embeddings(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x: Tensor = self.dropout(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
-        return x
+        return as_precise_as_matmuls(x)
 
 
 class Block(nn.Module):
@@ -161,6 +162,16 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=INIT_STD)
+
+
+def as_precise_as_matmuls(x: Tensor) -> Tensor:
+    """The stream, in bf16 if matmuls are: half as much to move, and to send to other ranks.
+
+    Not in fp16, whose largest number a stream can exceed.
+    """
+    kind = x.device.type
+    is_bf16 = torch.get_autocast_dtype(kind) is torch.bfloat16
+    return x.bfloat16() if is_bf16 and torch.is_autocast_enabled(kind) else x
 
 
 def _divisors(number: int) -> str:
