@@ -68,6 +68,7 @@ def first_finding(found: Finding) -> RenderableType:
         title=Text(found.cause, style="bold"),
         title_align="left",
         border_style=COLOURS[found.confidence],
+        expand=False,
     )
 
 

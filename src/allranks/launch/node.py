@@ -338,7 +338,7 @@ def run_beside(prepared: Prepared, place: Place, signals: Signals) -> int:
 
     It is 0 unless ranks of this node failed by themselves. What ranks print is only in their logs.
     """
-    screen = Screen(PeopleConsole(highlight=False, width=100), echo=False)
+    screen = Screen(PeopleConsole(highlight=False), echo=False)
     if place.node_rank:
         screen.mute()
     launch = None

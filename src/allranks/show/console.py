@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rich.console import Console
+
+LEAST_WIDTH = 20  # characters: a smaller COLUMNS is not taken seriously
+FILE_WIDTH = 160  # so that commands can be copied from a log
 
 
 class PeopleConsole(Console):
@@ -15,6 +19,8 @@ class PeopleConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
+        is_known = self.is_terminal or "COLUMNS" in os.environ or "width" in options
+        self.width = max(LEAST_WIDTH, self.width if is_known else FILE_WIDTH)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

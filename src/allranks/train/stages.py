@@ -191,7 +191,7 @@ def divide_blocks(
     blocks, num_stages = blocks_and_stages(job, mesh.layout, task, model)
     known = divisions_before(run, commit) if mesh.world.rank == 0 else {}
     sizes: list[int] = mesh.world.from_first(known.get(str(num_stages), []))  # collective
-    if len(sizes) == num_stages and sum(sizes) == len(blocks):
+    if len(sizes) == num_stages and sum(sizes) == len(blocks) and min(sizes) > 0:
         return sizes
     parallelize.synchronise_batch_norm(model, Ranks())  # as it will be, but without other ranks
     costs = measure(blocks, data.example(Progress()), task.loss, autocast, data.device)

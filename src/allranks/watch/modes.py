@@ -28,8 +28,6 @@ from allranks.watch.live import Watcher
 from allranks.watch.notify import Notifier
 from allranks.watch.views import RunView
 
-LEAST_WIDTH = 20  # characters: a smaller COLUMNS is not taken seriously
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
@@ -115,12 +113,12 @@ def look_once(watcher: Watcher, wanted: Wanted) -> None:
             run["ranks"] = [asdict(rank) for rank in watcher.ranks(run["run"])]
         print(to_json(described))
         return
-    print_lines(wanted.console, run_tables(watcher, wanted, width_of(wanted.console)))
+    print_lines(wanted.console, run_tables(watcher, wanted))
 
 
-def run_tables(watcher: Watcher, wanted: Wanted, width: int) -> list[Text]:
+def run_tables(watcher: Watcher, wanted: Wanted) -> list[Text]:
     """The table of runs, followed by a table of each run's ranks if those are wanted."""
-    runs, now = watcher.runs(), time.time()
+    runs, now, width = watcher.runs(), time.time(), wanted.console.width
     if not runs:
         return [Text(NO_RUNS)]
     lines = run_lines(Scene(runs=runs, now=now), width, len(runs))
@@ -136,14 +134,6 @@ def print_lines(console: Console, lines: Sequence[Text]) -> None:
     for line in lines:
         line.rstrip()
         console.print(line, soft_wrap=True)
-
-
-def width_of(console: Console) -> int:
-    """COLUMNS if set, else the terminal's width; a file gets wide lines."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) >= LEAST_WIDTH:
-        return int(columns)
-    return console.width if console.is_terminal else 160
 
 
 def print_line(line: str) -> None:
@@ -224,5 +214,5 @@ def watch_job(job: str, wanted: Wanted, *, stacks: bool) -> None:
     elif stacks:
         print("\n".join(job_screen.stack_lines(samples)))
     else:
-        width = width_of(wanted.console)
+        width = wanted.console.width
         print_lines(wanted.console, job_screen.job_lines(facts, samples, wanted.marks, width))

@@ -495,7 +495,7 @@ class Allocation:
         if state == "failed" and not lost:
             print(describe_failure(self.run, prepared, Place()).shown, flush=True)
         elif not lost:
-            console = PeopleConsole(highlight=False, width=100)
+            console = PeopleConsole(highlight=False)
             Screen(console).summary(result(self.run, state), can_go_on=False)
         return state, stalled
 
