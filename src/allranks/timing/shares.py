@@ -66,7 +66,7 @@ class Measured:
     timing: Timing  # of the steps without their pauses
     num_steps: int
     shares: Shares
-    blocks: tuple[Shares, ...]
+    blocks: tuple[Shares, ...]  # seconds of the average step in each
     traced: Mapping[int, Traced]  # by rank; without those that have no trace
     evaluation: float = 0.0  # share of the time, as part of the pauses
     problem: str | None = None  # why there is no trace
@@ -146,14 +146,14 @@ def measure(
     division = divided(timing, usual, traced, utilization)
     ends = [len(numbers) * n // SURE_BLOCKS for n in range(SURE_BLOCKS + 1)]
     blocks = [numbers[a:b] for a, b in itertools.pairwise(ends) if b > a]
-    shares = shares_of(cleaned, numbers, timing, division)
+    shares = normalised(seconds_of(cleaned, numbers, timing, division))
     evaluation = math.fsum(steps[lead][n].get("evaluation", 0.0) for n in numbers) / len(numbers)
     return Measured(
         timing=timing,
         num_steps=len(numbers),
         shares=shares,
         blocks=tuple(
-            shares_of(cleaned, block, cleaned.timing(block), division) for block in blocks
+            seconds_of(cleaned, block, cleaned.timing(block), division) for block in blocks
         ),
         traced=traced,
         evaluation=evaluation * (1 - shares["pauses"]) / timing.step_seconds,
@@ -165,10 +165,10 @@ def measure(
     )
 
 
-def shares_of(
+def seconds_of(
     cleaned: _Steps, numbers: Sequence[int], timing: Timing | None, division: Shares | None
 ) -> Shares:
-    """The shares of these steps' time; `timing`: that of these steps, None for a single one."""
+    """The parts of the average of these steps; `timing`: of these steps, None for a single one."""
     if timing is not None and timing.parts is not None:
         parts = timing.parts
     else:
@@ -186,7 +186,10 @@ def shares_of(
     }
     if division is None:  # what is outside the passes is all that is known
         seconds |= {"compute": parts["compute"], "host": parts["other"]}
-    seconds = {part: max(0.0, took) for part, took in seconds.items()}
+    return {part: max(0.0, took) for part, took in seconds.items()}
+
+
+def normalised(seconds: Shares) -> Shares:
     total = math.fsum(seconds.values())
     return {part: took / total if total else 0.0 for part, took in seconds.items()}
 

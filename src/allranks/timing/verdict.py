@@ -22,7 +22,15 @@ from allranks.timing.limits.facts import LEAST_GAIN, Facts, Thresholds
 from allranks.timing.limits.ranks import is_jitter
 from allranks.timing.memory import growing_memory
 from allranks.timing.mfu import utilisation
-from allranks.timing.shares import LIMITS, LOCAL, Measured, Shares, measure, rare_pauses
+from allranks.timing.shares import (
+    LIMITS,
+    LOCAL,
+    Measured,
+    Shares,
+    measure,
+    normalised,
+    rare_pauses,
+)
 from allranks.timing.since import Earlier, comparable_before
 from allranks.timing.steps import (
     ENOUGH_STEPS,
@@ -273,32 +281,39 @@ def too_short(likely: Verdict, found: Measured) -> Verdict:
 def gain_of(limit: Limit, found: Measured) -> float:
     """How many times as fast a run can be, at most, without what limits it.
 
+    A bound, so what else a step takes is that of the block of steps in which it took least.
+    """
+    rest = min(seconds_without(limit, parts, found) for parts in found.blocks)
+    return round(min(MOST_GAIN, found.step_seconds / max(1e-9, rest)), 3)
+
+
+def seconds_without(limit: Limit, parts: Shares, found: Measured) -> float:
+    """What a step would take without one of its parts.
+
     If the host no longer keeps a GPU waiting, it launches ahead: what else it does then overlaps
     with the rest of the step, and only the longer of the two counts. So does the wait for a loader,
     unless it is so long that its workers may be the next limit.
     """
-    left = {part: share for part, share in found.shares.items() if part != limit}
-    if found.is_gpu and limit in ("launches", "host", "copies"):
-        overlaps = ["launches", "host"]
-        if found.shares["data"] < Thresholds().data:
-            overlaps.append("data")
-        hidden = math.fsum(left.pop(part, 0.0) for part in overlaps)
-        rest = max(math.fsum(left.values()), hidden)
-    else:
-        rest = math.fsum(left.values())
-    return round(min(MOST_GAIN, 1 / max(1e-9, rest)), 3)
+    left = {part: took for part, took in parts.items() if part != limit}
+    if not found.is_gpu or limit not in ("launches", "host", "copies"):
+        return math.fsum(left.values())
+    overlaps = ["launches", "host"]
+    if found.shares["data"] < Thresholds().data:
+        overlaps.append("data")
+    hidden = math.fsum(left.pop(part, 0.0) for part in overlaps)
+    return max(math.fsum(left.values()), hidden)
 
 
 def limit_of(facts: Facts) -> Limit:
     """The part whose removal gains most; compute if none gains enough."""
     shares, limits = facts.found.shares, facts.limits
-    gain = partial(gain_of, found=facts.found)
+    rest = partial(seconds_without, parts=shares, found=facts.found)
     least = limits.least_ms / 1e3 / facts.found.step_seconds
     borders = {part: max(limits.of(part), least) for part in LIMITS[1:]}
     if shares["straggler"] >= borders["straggler"] and is_jitter(facts):
         borders["straggler"] *= JITTER
     enough: list[Any] = [one for one in borders if shares[one] and shares[one] >= borders[one]]
-    best: Limit = max(enough, key=gain, default="compute")
+    best: Limit = min(enough, key=rest, default="compute")
     return best
 
 
@@ -338,7 +353,7 @@ def is_positive(found: Measured, weights: Mapping[str, float], more: float = 0.0
     def total(shares: Shares) -> float:
         return more + math.fsum(weight * shares[part] for part, weight in weights.items())
 
-    each = [total(shares) for shares in found.blocks]
+    each = [total(normalised(parts)) for parts in found.blocks]
     error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.inf
     least = RUN_ERROR * max(found.shares[part] for part in weights)
     least += found.doubt * len(weights.keys() & {"host", "launches", "copies"})
