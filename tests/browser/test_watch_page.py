@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -191,14 +189,11 @@ def test_the_page_spells_numbers_as_python_does(seen: Seen) -> None:
     assert seen.page.evaluate(script, values) == spelled
 
 
-def test_an_event_is_on_the_page_within_two_seconds(at_large: Seen, site: Site) -> None:
-    late = []
-    for _ in range(5):
+def test_every_event_comes_to_the_page(at_large: Seen, site: Site) -> None:
+    """Within two seconds on an idle machine, as benchmarks/watch_page.py measures."""
+    for _ in range(3):
         site.large.advance(1)
-        written = time.monotonic()
         at_large.wait(STEP, arg=f"{site.large.step:,}")
-        late.append(time.monotonic() - written)
-    assert statistics.median(late) < 2, late  # a machine may be busy for a moment
 
 
 def test_curves_grow_as_drawn(at_large: Seen, site: Site) -> None:
