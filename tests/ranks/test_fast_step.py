@@ -496,7 +496,7 @@ def from_cache(folder: Path, job: dict[str, Any]) -> tuple[int | None, int, int]
     os.chdir(folder)  # where a task of the test's own is
     warnings.simplefilter("ignore")  # of torch, as it imports its compiler
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import calculate_time_spent, counters
 
     from allranks.train import compile_ahead, fast_step
     from allranks.train.data import Progress
@@ -515,4 +515,5 @@ def from_cache(folder: Path, job: dict[str, Any]) -> tuple[int | None, int, int]
     fast_step.compile_now(t, t.data.example(Progress()))
     found = counters["inductor"]
     print(dict(found), dict(counters["aot_autograd"]))
+    assert {"entire_frame_compile", "backend_compile"} <= calculate_time_spent().keys()
     return code, found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]

@@ -173,3 +173,20 @@ def test_what_compiling_took_is_not_known_of_a_task_that_was_edited(
     assert known()
     source.write_text("from allranks.tasks.digits import Digits as Mine\n")
     assert not known()
+
+
+def test_what_compiling_took_leaves_out_what_the_cache_will_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent = {"entire_frame_compile": 1040.0, "backend_compile": 1036.0, "total_wall_time": 1050.0}
+    seen = iter([{}, {**spent, "inductor_compile": 30.0}, {}, spent])
+    monkeypatch.setattr("torch._dynamo.utils.calculate_time_spent", lambda: next(seen))
+    clock = iter([0.0, 1055.0, 0.0, 1055.0])
+    monkeypatch.setattr(compile_ahead, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    cost = compile_ahead.CompileCost(tmp_path / "cost.json")
+    with cost.noted():
+        pass
+    assert cost.seconds() == 5 + 2 * 4  # besides compiling, and following the Python code
+    with cost.noted():  # all of it was in the cache
+        pass
+    assert cost.seconds() == 1055

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ CONTEXT_BYTES = 1 << 30  # of CUDA itself, in a second process
 KEPT_FREE = 0.1  # of a GPU's memory, in case the training needs more
 MOST_SECONDS = 900.0
 NICENESS = 10
+# What is compiled from the cache takes so many times as long as following its Python code.
+FROM_CACHE = 2.0
 OUT_OF_MEMORY = 3  # the exit code
 # What of a job decides what is compiled for it.
 COMPILED_FROM = {
@@ -71,21 +74,26 @@ class CompileCost:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A context that notes how long compiling takes, less what the cache will save."""
-        began = time.perf_counter() - saved_by_cache()
+        """A context that notes how long compiling takes, or will take once it is in the cache."""
+        from torch._dynamo.utils import calculate_time_spent
+
+        began, before = time.perf_counter(), calculate_time_spent()
         yield
-        seconds = time.perf_counter() - saved_by_cache() - began
+        spent = Counter(calculate_time_spent())
+        spent.subtract(before)
+        seconds = time.perf_counter() - began - saved_by_cache(spent)
         if self.file is not None:
             with suppress(OSError):
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(self.file, json.dumps({"seconds": round(seconds, 3)}) + "\n")
 
 
-def saved_by_cache() -> float:
-    """Seconds that this process has spent on making what torch's compiler caches."""
-    from torch._dynamo.utils import calculate_time_spent
-
-    return float(calculate_time_spent().get("compile_fx_inner", 0.0))
+def saved_by_cache(spent: Counter[str]) -> float:
+    """Seconds that compiling the same from the cache would not take; by torch's own names."""
+    followed = spent["entire_frame_compile"] - spent["backend_compile"]
+    if not spent["inductor_compile"]:  # it was in the cache
+        return 0.0
+    return max(0.0, spent["total_wall_time"] - FROM_CACHE * followed)
 
 
 class Child(Protocol):
