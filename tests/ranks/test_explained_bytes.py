@@ -20,6 +20,7 @@ from torch import nn
 from allranks.job.job import parse_job
 from allranks.layout import Layout
 from allranks.train.counted import SavedTensors
+from allranks.train.dry_step import AsOnGpu
 from allranks.train.explain import explain
 
 pytestmark = pytest.mark.ranks
@@ -79,6 +80,16 @@ def test_saved_tensors_count_once_and_without_parameters() -> None:
     with saved.counted():
         model(x)
     assert saved.most == 2 * 64  # what the first pass needed is gone
+
+
+def test_autocast_keeps_what_it_does_on_a_gpu() -> None:
+    norm, x = nn.LayerNorm(8), torch.ones(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    for precision in (torch.bfloat16, torch.float16):
+        with AsOnGpu(), torch.autocast("cpu", precision):
+            y = norm(x)
+            assert y.dtype == y.grad_fn._saved_input.dtype == torch.float32
+    with AsOnGpu():
+        assert x.sum().dtype == torch.bfloat16
 
 
 def test_a_large_model_on_64_ranks_is_explained_without_memory_for_it(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
@@ -44,6 +45,11 @@ DEVICE = torch.device("cpu")
 WITHOUT_DATA = FakeTensorMode()  # one for all: tensors of two of them cannot be used together
 divide_gradients = dist._compute_bucket_assignment_by_size
 DDP_BUCKET_BYTES = 25 << 20  # what DDP sends at once, unless it is told otherwise
+# What autocast computes in float32 on a GPU, but on a CPU in the type of what it is given.
+IN_FLOAT32 = {
+    *("layer_norm", "group_norm", "rms_norm", "softmax", "log_softmax", "logsumexp", "softplus"),
+    *("exp", "log", "pow", "rsqrt", "reciprocal", "sum", "cumsum", "prod", "cumprod", "norm"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +141,7 @@ def try_rank(
         data = build.training_data(as_rank(layout, rank), mesh, job, task, samples, DEVICE)
         batch = next(data.batches(Progress()))
         micro_batches = [*batch.micro_batches]
-        with WITHOUT_DATA, Exchanges(layout) as exchanges:
+        with WITHOUT_DATA, AsOnGpu(), Exchanges(layout) as exchanges:
             made = pytree.tree_map_only(Tensor, WITHOUT_DATA.from_tensor, micro_batches)
             t, pipeline, stages = training(job, task, mesh, data, made[0], stages)
             held = Held(
@@ -365,6 +371,19 @@ def in_flight(pipeline: Pipeline, number: int, passed: dict[int, Passed]) -> lis
         now = (changes.get(action.computation_type.name, 0) for action in actions)
         of_places.append(max(itertools.accumulate(now)) / len(pipeline.stages))
     return of_places
+
+
+class AsOnGpu(TorchFunctionMode):
+    """Keeps for the backward pass what autocast keeps on a GPU, on a CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in IN_FLOAT32 and torch.is_autocast_enabled(DEVICE.type):
+            args, kwargs = pytree.tree_map_only(Tensor, in_float32, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 # What torch cannot do on tensors without data.
