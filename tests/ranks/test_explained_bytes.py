@@ -59,6 +59,10 @@ def test_ranks_hold_and_send_what_was_explained(
     for rank, real in enumerate(ranks):
         (kind,) = [kind for kind in told["ranks"] if rank in kind["ranks"]]
         assert_held(kind["bytes"], real["bytes"])
+        divided = Layout.parse(layout)
+        stays = divided.pp > 1 and divided.ranks > divided.pp
+        whole = 2 * divided.fsdp * real["bytes"]["parameters"] if stays else 0
+        assert kind["bytes"]["gathered"] == whole
         stage = kind["coordinates"]["pp"][0]
         sent: Counter[str] = Counter()
         for one in told["collectives"]:

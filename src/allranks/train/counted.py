@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -80,6 +80,16 @@ def bytes_at(parts: Counter[Part], place: Place) -> int:
 
 def parts_of(tensors: Iterable[Tensor]) -> Counter[Part]:
     return Counter(map(Part.of, {id(tensor): tensor for tensor in tensors}.values()))
+
+
+def gathered(parts: Counter[Part]) -> Counter[Part]:
+    """The parts that FSDP has cut, as they are when it has gathered them."""
+    found: Counter[Part] = Counter()
+    for part, number in parts.items():
+        cuts = tuple(cut for cut in part.cuts if cut[0] != "fsdp")
+        if cuts != part.cuts:
+            found[replace(part, cuts=cuts)] += number
+    return found
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

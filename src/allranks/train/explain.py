@@ -23,7 +23,7 @@ from allranks.machine.processes import die_with_parent
 from allranks.run import tracebacks
 from allranks.tasks import Task
 from allranks.train import build
-from allranks.train.counted import Sent, bytes_at
+from allranks.train.counted import Sent, bytes_at, gathered
 from allranks.train.dry_step import WITHOUT_DATA, Tried, imitate, precision_of, try_places
 from allranks.train.model_facts import facts_of
 from allranks.train.stages import blocks_and_stages
@@ -111,11 +111,15 @@ def kinds_of(
         key = tuple(place[axis] for axis in NESTING[1:])  # replicas are alike
         if key not in known:
             tried = stages[place["pp"]]
+            held = tried.held
+            # A pipeline gathers them once for all of its micro-batches, and reduces then, too.
+            kept = gathered(held.parameters) + gathered(held.gradients)
             known[key] = {
-                "parameters": bytes_at(tried.held.parameters, place),
-                "buffers": bytes_at(tried.held.buffers, place),
-                "gradients": bytes_at(tried.held.gradients, place),
-                "optimizer": bytes_at(tried.held.optimizer, place),
+                "parameters": bytes_at(held.parameters, place),
+                "buffers": bytes_at(held.buffers, place),
+                "gradients": bytes_at(held.gradients, place),
+                "optimizer": bytes_at(held.optimizer, place),
+                "gathered": bytes_at(kept, place) if layout.pp > 1 else 0,
                 "activations": round(tried.kept * tried.in_flight[place["pp"]]),
             }
         groups.setdefault((place["pp"], *known[key].values()), []).append(rank)
@@ -125,11 +129,11 @@ def kinds_of(
         key = tuple(places[0][axis] for axis in NESTING[1:])
         coordinates = {axis: sorted({place[axis] for place in places}) for axis in NESTING}
         one = {"kind": letters(number), "ranks": ranks, "coordinates": coordinates}
-        held, on_host = known[key], 0
+        amounts, on_host = known[key], 0
         if offload:
-            on_host = held["optimizer"] + held["parameters"] + held["gradients"]
-            held = {**held, "optimizer": 0}
-        found.append({**one, "bytes": held, "host_bytes": on_host})
+            on_host = amounts["optimizer"] + amounts["parameters"] + amounts["gradients"]
+            amounts = {**amounts, "optimizer": 0}
+        found.append({**one, "bytes": amounts, "host_bytes": on_host})
     return found
 
 
