@@ -21,8 +21,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from allranks.errors import AllranksError
 from allranks.tasks import language as language_module
-from allranks.tasks.gpt import GPT, SHAPES, Attention, Head, Shape
+from allranks.tasks.gpt import GPT, SHAPES, Attention, Head, Norm, Shape
 from allranks.tasks.language import Language, Windows, built_token_file, open_tokens
+from allranks.train.dry_step import AsOnGpu
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +107,12 @@ def test_the_stream_between_blocks_is_as_precise_as_matmuls(
     with torch.autocast("cpu", matmuls, enabled=matmuls is not None):
         model(torch.zeros(1, 8, dtype=torch.int64))
     assert seen == [stream] * len(seen) and len(seen) == 3
+
+
+def test_tensor_parallel_ranks_gather_norms_in_bf16_on_a_gpu_too() -> None:
+    with AsOnGpu(), torch.autocast("cpu", torch.bfloat16):
+        assert nn.LayerNorm(8)(torch.ones(8)).dtype == torch.float32
+        assert Norm(8)(torch.ones(8)).dtype == torch.bfloat16
 
 
 def test_a_position_sees_only_what_came_before() -> None:

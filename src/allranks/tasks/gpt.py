@@ -73,9 +73,9 @@ class Block(nn.Module):
         super().__init__()
         # 2 x layers branches add up in the stream: this scale keeps its variance from growing.
         residual_std = INIT_STD / math.sqrt(2 * shape.layers)
-        self.attention_norm = nn.LayerNorm(shape.width)
+        self.attention_norm = Norm(shape.width)
         self.attention = Attention(shape, dropout, residual_std)
-        self.mlp_norm = nn.LayerNorm(shape.width)
+        self.mlp_norm = Norm(shape.width)
         self.mlp = MLP(shape.width, dropout, residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,12 +137,22 @@ class Head(nn.Module):
 
     def __init__(self, width: int, embedding: nn.Embedding) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
+        self.norm = Norm(width)
         self.logits = nn.Linear(width, embedding.num_embeddings, bias=False, device="meta")
         self.logits.weight = embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Norm(nn.LayerNorm):
+    """A layer norm whose output is as precise as the matmuls that take it.
+
+    A GPU's autocast leaves it in float32, as which tensor-parallel ranks would gather it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return as_precise_as_matmuls(super().forward(x))
 
 
 class Linear(nn.Linear):
