@@ -9,7 +9,7 @@ import pytest
 from tests.commandline import run_allranks
 from tests.faults import losses, newest_weights, same_bits, start
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]  # of several runs, each within 280 s
 
 
 def trained(cwd: Path, *arguments: str) -> Path:

@@ -18,7 +18,8 @@ from allranks.job.job import parse_job
 from allranks.launch import models
 from allranks.layout import Layout
 
-pytestmark = pytest.mark.gpu
+# Ranks that share a GPU take turns on it, and what one test waits for may take longer than usual.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
 BACKEND = "nccl"
 LAYOUTS = (
