@@ -189,10 +189,11 @@ class TrainingData:
 
     def batches(self, progress: Progress) -> Iterator[Batch]:
         """Global batches, starting with the next sample, without end."""
-        made = self._fetched(progress)
-        fetched = ahead_on_device(
-            in_background(made, self.num_ahead) if self.num_ahead else made, self.device
-        )
+        fetched = self._fetched(progress)
+        if self.num_ahead:
+            fetched = in_background(fetched, self.num_ahead)
+        if not is_there(self._fetch, self.device):
+            fetched = ahead_on_device(fetched, self.device)
         for epoch, start, stop in self._spans(progress):
             low, high = self.cut.share(start, stop)
             pieces = self.cut.micro_batches(start, stop)
@@ -267,7 +268,7 @@ class TrainingData:
             if epoch != ordered_epoch:
                 ordered_epoch, order = epoch, self.order(epoch)
                 if self._fetch is not None:
-                    order = order.to(self._fetch.index_device)
+                    order = on_device(order, self._fetch.index_device)
             for low, high in self.cut.micro_batches(start, stop):
                 yield epoch, padded(order[low:high], order[start], self._padded(high - low))
 
@@ -323,7 +324,8 @@ class EvaluationData:
         else:
             device = self._fetch.index_device
             fetched = map(self._fetch, (indices.to(device) for indices in self._indices))
-        pairs = ahead_on_device(fetched, self.device)
+        is_here = is_there(self._fetch, self.device)
+        pairs = fetched if is_here else ahead_on_device(fetched, self.device)
         for count, (inputs, targets) in zip(self._counts, pairs, strict=True):
             yield inputs, targets, count
 
@@ -406,6 +408,11 @@ def direct_fetch(dataset: Dataset[Any], device: torch.device) -> TensorFetch | B
     return BatchFetch(batch) if batch is not None else None
 
 
+def is_there(fetch: TensorFetch | BatchFetch | None, device: torch.device) -> bool:
+    """Whether what it fetches is on the device already."""
+    return fetch is not None and fetch.index_device == device
+
+
 def loader_options(num_workers: int, prefetch: int, device: torch.device) -> dict[str, Any]:
     """Arguments that every DataLoader here gets."""
     options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": device.type == "cuda"}
@@ -465,7 +472,7 @@ def _ahead_on_cuda(batches: Iterator[Any], device: torch.device) -> Iterator[Any
         if ready is not None:
             yield ready
         torch.cuda.current_stream(device).wait_stream(stream)
-        _used_by_current_stream(copied)
+        mapped(_used_by_current_stream, copied)
         ready = copied
     if ready is not None:
         yield ready
@@ -473,28 +480,31 @@ def _ahead_on_cuda(batches: Iterator[Any], device: torch.device) -> Iterator[Any
 
 def on_device(value: Any, device: torch.device) -> Any:
     """A batch with every tensor copied to the device, without waiting."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and device.type == "cuda" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    return mapped(copied, value)
+
+
+def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """A batch with what a function makes of each of its tensors."""
     if isinstance(value, Tensor):
-        if value.device.type == "cpu" and device.type == "cuda" and not value.is_pinned():
-            value = value.pin_memory()
-        return value.to(device, non_blocking=True)
+        return function(value)
     if isinstance(value, dict):
-        return {key: on_device(item, device) for key, item in value.items()}
+        return {key: mapped(function, item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        items = [on_device(item, device) for item in value]
+        items = [mapped(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
-def _used_by_current_stream(value: Any) -> None:
+def _used_by_current_stream(tensor: Tensor) -> None:
     # The allocator must not give the memory to the copying stream while this one still reads it.
-    if isinstance(value, Tensor) and value.is_cuda:
-        value.record_stream(torch.cuda.current_stream(value.device))
-    elif isinstance(value, dict):
-        for item in value.values():
-            _used_by_current_stream(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            _used_by_current_stream(item)
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _end_with_rank(worker: int) -> None:
