@@ -20,16 +20,22 @@ from typing import IO, Any
 
 from allranks.probe.fingerprints import Fingerprints
 from allranks.probe.samples import CountedStep, SampleCounter
-from allranks.run.events import EventLog, WhatIsLate, append_event, is_ready, read_events, to_json
+from allranks.run.events import (
+    BREATH_SECONDS,
+    LINES_AT_ONCE,
+    EventLog,
+    WhatIsLate,
+    append_event,
+    is_ready,
+    read_events,
+    to_json,
+)
 from allranks.run.folder import TWICE, write_atomically
 from allranks.run.record import MEASURED
 from allranks.timing.timeline import DATA, END, Timeline
 
 EARLY_STEPS = 8  # which show how a script trains
 EXIT_SECONDS = 5.0  # for a device to finish the last steps
-# The writing thread holds Python's lock, so it releases it every few lines. Half a second's lines
-# in one go would delay a step by milliseconds, and with it those of all other ranks.
-LINES_AT_ONCE, BREATH_SECONDS = 10, 0.0002
 MOST_LOADERS = 8  # how many loaders' settings are written
 MEET_WITHIN = 20  # steps; ranks that have not met by then train independently
 

@@ -21,6 +21,9 @@ from allranks.run.event_schema import declared
 
 SCHEMA_VERSION = 1
 FLUSH_SECONDS = 0.5
+# The writing thread holds Python's lock, so it releases it every few lines. Half a second's lines
+# in one go would delay a step by milliseconds, and with it those of all other ranks.
+LINES_AT_ONCE, BREATH_SECONDS = 10, 0.0002
 MAX_LINE_BYTES = 1 << 20  # of an event; the longest traceback takes a hundredth of it
 
 
@@ -103,7 +106,7 @@ class EventLog:
         with self._writing:
             lines = [] if self._more is None else [*self._more(late)]
             count = 0
-            for event in self._buffer:
+            for event in list(self._buffer):  # others follow meanwhile
                 if event.get("step", 0) > last_step:
                     break
                 loss: Any = event.get("loss")
@@ -117,6 +120,8 @@ class EventLog:
                     _settle(event, loss, wait=late == "wait")
                 lines.append(format_event(event) if phases is None else _with_fields(event, late))
                 count += 1
+                if late == "hold" and count % LINES_AT_ONCE == 0:
+                    time.sleep(BREATH_SECONDS)
             del self._buffer[:count]
             self._unwritten += "".join(lines).encode()
             self._write()
