@@ -18,9 +18,11 @@ from allranks.job.job import parse_job
 from allranks.layout import Layout
 from allranks.run.folder import RunDir
 from allranks.tasks import Task
-from allranks.train import compile_ahead
+from allranks.train import choose_step, compile_ahead
+from allranks.train.choose_step import MeasuredStep, Record, Rules
+from allranks.train.compile_ahead import CompileCost
 from allranks.train.data import Cut, MicroBatch
-from allranks.train.fast_step import PARTS, Refused, compare_compiled, losses_in_parts
+from allranks.train.fast_step import PARTS, Refused, compare_compiled, losses_in_parts, shape_of
 from allranks.train.parallelize import buffers_unchanged
 
 WIDTH, CLASSES, SIZE = 8, 200, 6
@@ -138,6 +140,39 @@ def test_a_compiled_loss_may_differ_by_as_much_as_dropout_varies_it() -> None:
     for loss, plain in ((2e-2, varied), (2.3, steady), (math.nan, steady)):
         with pytest.raises(Refused, match="instead of"):
             compare_compiled(torch.tensor(loss), plain)
+
+
+@pytest.mark.parametrize(("left", "timed"), [(30, 20), (600, 128), (10**6, 608)])
+def test_timing_a_form_does_not_outlast_a_short_run(left: int, timed: int) -> None:
+    meter = SimpleNamespace(step_seconds=0.0, begin_step=lambda: None)
+    t: Any = SimpleNamespace(
+        meter=meter,
+        pulse=SimpleNamespace(group=None),
+        mesh=SimpleNamespace(world=SimpleNamespace(size=1)),
+        device=torch.device("cpu"),
+        progress=SimpleNamespace(step=0),
+        last_step=left,
+    )
+    record = Record(layout="1x1", device="CPU")
+    step = MeasuredStep(Rules(), record, Path("compile.json"), CompileCost(None))
+    steps = 0
+    for _ in step._time(t):
+        steps += 1
+        meter.step_seconds += 0.001
+    assert steps == pytest.approx(timed, abs=choose_step.BLOCKS)
+
+
+def test_batches_of_one_shape_are_those_that_one_graph_can_read() -> None:
+    def shape(*batch: Any) -> Any:
+        return shape_of(batch, [])
+
+    one, other = torch.zeros(2, 3), torch.ones(2, 3)
+    assert shape({"a": one, "b": [other]}, None) == shape({"a": other, "b": [one]}, None)
+    different = [one[:1], one.double(), [one], {"a": one}, None, 1]
+    shapes = [shape(one), *map(shape, different), shape(one, one)]
+    assert all(a != b for n, a in enumerate(shapes) for b in shapes[:n])
+    # The order in which a graph was given them is the order in which it reads them.
+    assert shape({"a": one, "b": other}) != shape({"b": other, "a": one})
 
 
 def test_a_compiler_that_cannot_be_started_is_no_error(

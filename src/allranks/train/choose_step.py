@@ -46,6 +46,7 @@ EAGER, COMPILED, GRAPH = "eager", "compiled", " as a CUDA graph"
 FORMS = (EAGER, EAGER + GRAPH, COMPILED, COMPILED + GRAPH)  # the plainest first
 SETTLE_STEPS, FIRST_STEPS, BLOCKS = 3, 5, 3
 LEAST_STEPS = 4  # of a block
+MOST_TIMED = 5  # timing a form takes at most one step of so many that are left
 GLANCE_STEPS = 2  # of a block of the first steps: they end before the probe traces some
 TOO_LATE = "the steps that are left would not pay for it"
 
@@ -232,8 +233,9 @@ class MeasuredStep:
         for _ in range(SETTLE_STEPS):
             yield
         guess = yield from self._time_block(t, FIRST_STEPS)
-        count = max(LEAST_STEPS, math.ceil(self.rules.block_seconds / max(guess, 1e-6)))
-        return (yield from self._median_block(t, count))
+        count = math.ceil(self.rules.block_seconds / max(guess, 1e-6))
+        most = (t.last_step - t.progress.step) // (MOST_TIMED * BLOCKS)
+        return (yield from self._median_block(t, max(LEAST_STEPS, min(count, most))))
 
     def _glance(self, t: Training) -> Generator[None, None, float]:
         """Seconds of a plain step, roughly: of an attempt's first ones. Collective."""
