@@ -124,6 +124,8 @@ class MicroBatches:
             if self.me.rank == 0:
                 search.keep(self.me.run)
                 self._remember(t.data.cut)
+            if t.device.type == "cuda":  # what was tried is not what a step takes
+                torch.cuda.reset_peak_memory_stats(t.device)
             smallest(t, 1.0)  # collective: what a rank that runs out keeps must come later
         return t.data.cut != before
 
