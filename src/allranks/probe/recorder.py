@@ -208,7 +208,7 @@ class Recorder:
             self.device_type = parameters[0].device.type
         if self.device_type == "cuda":
             self.device = parameters[0].device
-            self.timeline.record_event = functools.partial(record_cuda_event, self.device)
+            self.timeline.record_event = functools.partial(record_cuda_event, self.device.index)
 
     def _open(self) -> EventLog:
         """The rank's event log. The rank is torch's, since a script may start ranks itself."""
@@ -304,8 +304,11 @@ class _Guard:
         return True
 
 
-def record_cuda_event(device: Any) -> Any:
-    """An event on the training device's current stream; None while a graph is captured."""
+def record_cuda_event(device: int) -> Any:
+    """An event on the training device's current stream; None while a graph is captured.
+
+    By the device's number: torch takes longer to find it from a torch.device than to record.
+    """
     import torch
 
     try:

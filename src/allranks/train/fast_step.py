@@ -292,7 +292,8 @@ class GraphStep:
             return one_step(t, batch._replace(micro_batches=iter(micros)), want_loss)
         t.checkpointer.finish_copying()
         if timeline.current is not None:
-            timeline.current.mark(timeline.REPLAY, (self._shares,))
+            # Copying the batch is part of it.
+            timeline.current.mark_instead(timeline.FORWARD, timeline.REPLAY, (self._shares,))
         self._graph.replay()
         for hook in list(optimizer_hooks._global_optimizer_post_hooks.values()):
             hook(t.optimizer, (), {})  # a replay calls none: the probe must see the step
