@@ -50,6 +50,7 @@ from allranks.tasks import Task
 from allranks.tasks.digits import Digits
 from allranks.tasks.language import Language
 from allranks.tasks.spiral import Spiral
+from allranks.timing import timeline
 from allranks.train.data import Batch, Progress, TrainingData
 from allranks.train.optim import Schedule
 
@@ -82,7 +83,7 @@ class Row:
     rounds: int = 3
     block_seconds: float = 2.5
     warm_up_seconds: float = 3.0
-    decide_seconds: float = 75.0  # in which allranks compiles and decides
+    decide_seconds: float = 150.0  # at most, in which allranks compiles and decides
 
 
 TENSORS: dict[str, Any] = {"task": "TimedDigits", "options": {"network": "mlp"}, "batch_size": 64}
@@ -92,7 +93,6 @@ ON_CPU: dict[str, Any] = {
     "device": "cpu",
     "rounds": 24,
     "block_seconds": 0.5,
-    "decide_seconds": 3.0,
 }
 ROWS = {
     "124m": Row(goals={"lightning": 1.5, "compiled": 1.0}, mfu=0.44),
@@ -114,7 +114,7 @@ ROWS = {
         contenders=("allranks", "eager", "compiled", "lightning"),
         goals={},
         mfu=0.46,
-        decide_seconds=180.0,
+        decide_seconds=240.0,
     ),
     "digits": Row(**TENSORS, goals={"lightning": 8.0}),
     "digits-cpu": Row(**TENSORS, **ON_CPU),
@@ -143,7 +143,8 @@ class Turns:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         if on_gpu:
             torch.cuda.synchronize()
-        self._parent.send(self._clock() - self._started)
+        is_choosing = timeline.current is not None and timeline.current.is_choosing
+        self._parent.send((self._clock() - self._started, is_choosing))
         if on_gpu and not self._parent.poll(0.05):  # it is somebody else's turn
             torch.cuda.empty_cache()
         self._left = self._parent.recv()
@@ -156,6 +157,7 @@ class Contender:
     def __init__(self, name: str, row: Row, folder: Path, deadline: float) -> None:
         self.name, self.deadline = name, deadline
         self.seconds: list[float] = []  # of a step, in each round
+        self._is_choosing = False  # whether its steps may still become faster
         address = str(folder / f"{name.replace(' ', '-')}.socket")
         # One GPU, even where there are more: the Trainer would take them all.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -176,11 +178,12 @@ class Contender:
         """Wait until it trains, and until its steps are steady."""
         self._turns = self._meet()
         self._receive()
-        warm_up = row.decide_seconds if self.name == "allranks" else row.warm_up_seconds
-        began, steps = time.monotonic(), 2
-        while time.monotonic() - began < warm_up:
+        self._run(2)  # in which some compile
+        began, passed, steps = time.monotonic(), 0.0, 2
+        while passed < (row.decide_seconds if self._is_choosing else row.warm_up_seconds):
             seconds = self._run(steps) / steps
             steps = max(2, round(0.3 / seconds))
+            passed = time.monotonic() - began
         self.steps = max(-(-60 // row.rounds), round(row.block_seconds / seconds))
 
     def turn(self) -> None:
@@ -202,7 +205,8 @@ class Contender:
         with suppress(EOFError, ConnectionError):
             if not self._turns.poll(max(1.0, self.deadline - time.monotonic())):
                 raise LeftOut(f"no time was left: {self._last_words()}")
-            seconds: float = self._turns.recv()
+            seconds: float
+            seconds, self._is_choosing = self._turns.recv()
             return seconds
         raise LeftOut(f"it ended: {self._last_words()}")
 
@@ -472,6 +476,12 @@ def lightning(work: Work, *, fast: bool) -> None:
 
         def on_train_batch_start(self, batch: Any, number: int) -> None:
             work.turns()
+
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            if fast:  # Lightning's own refuses a fused optimizer in bf16, too
+                nn.utils.clip_grad_norm_(self.parameters(), MAX_NORM)
+            else:
+                super().configure_gradient_clipping(optimizer, *args, **kwargs)
 
     lightning.Trainer(
         max_steps=STEPS,
