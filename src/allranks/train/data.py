@@ -270,13 +270,13 @@ class TrainingData:
                 if self._fetch is not None:
                     order = on_device(order, self._fetch.index_device)
             for low, high in self.cut.micro_batches(start, stop):
-                yield epoch, padded(order[low:high], order[start], self._padded(high - low))
+                yield epoch, padded(order, low, high, start, self._padded(high - low))
 
 
-def padded(indices: Tensor, borrowed: Tensor, size: int) -> Tensor:
-    """The indices and, up to `size` of them, the borrowed one."""
-    missing = size - len(indices)
-    return torch.cat([indices, borrowed.expand(missing)]) if missing else indices
+def padded(order: Tensor, low: int, high: int, borrowed: int, size: int) -> Tensor:
+    """The indices at these positions and, up to `size` of them, the one at `borrowed`."""
+    indices, missing = order[low:high], size - (high - low)
+    return torch.cat([indices, order[borrowed].expand(missing)]) if missing else indices
 
 
 class EvaluationData:
@@ -305,9 +305,9 @@ class EvaluationData:
         ]
         self._counts = [stop - start for start, stop in spans]
         sizes = [size if pads else max(1, count) for count in self._counts]
+        order = torch.arange(num_samples)
         self._indices = [
-            padded(torch.arange(*span), torch.tensor(0), size)
-            for span, size in zip(spans, sizes, strict=True)
+            padded(order, *span, 0, size) for span, size in zip(spans, sizes, strict=True)
         ]
         self._fetch = direct_fetch(dataset, device)
         self._loader: DataLoader[Any] | None = None
@@ -380,7 +380,7 @@ class TensorFetch:
         batches = itertools.chain([first], batches)
         while chunk := list(itertools.islice(batches, count)):
             gathered = self(torch.cat(chunk))
-            sizes = [len(indices) for indices in chunk]
+            sizes = [indices.numel() for indices in chunk]
             yield from zip(*(tensor.split(sizes) for tensor in gathered), strict=True)
 
 
