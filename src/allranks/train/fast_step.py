@@ -362,7 +362,7 @@ class GraphStep:
             put_back(t, before)
             t.schedule.set(t.optimizer, step)
             seed_dropout(t, step)
-        del before
+        del before, expected, found  # copies of the parameters
         if (why := self._graph.no_room()) is not None:
             raise Refused(why)
 
