@@ -103,7 +103,7 @@ def test_what_was_measured_before_a_ctrl_c_is_kept(cluster: Cluster, tmp_path: P
         benching.kill()
     assert benching.returncode == 130, "".join(told) + rest
     found = json.loads(out)
-    assert found["interrupted"] and any(row["samples_per_second"] for row in found["rows"])
+    assert found["interrupted"] and any(row["repeats"] for row in found["rows"])
     assert "of 4 runs were measured" in rest
     assert "Traceback" not in rest
 
