@@ -317,11 +317,16 @@ def print_trace_cost(num_pairs: int) -> bool:
     return is_met
 
 
+def pairs_of(seconds: float, pairs: int) -> int:
+    """How many pairs of steps of this length to measure, if so many are measured of short ones."""
+    return max(100, round(pairs * STEP_SECONDS / seconds))
+
+
 def print_cost(
-    num_ranks: int, num_pairs: int, most: float, gpu_seconds: float | None = None
+    num_ranks: int, num_pairs: int, most: float, seconds: float, *, on_gpu: bool = False
 ) -> bool:
-    """Print what the probe costs; returns whether the claim holds. `gpu_seconds`: a GPU's steps."""
-    more = () if gpu_seconds is None else ("--gpu", "--seconds", str(gpu_seconds))
+    """Print what the probe costs in steps of this length; returns whether the claim holds."""
+    more = ("--seconds", str(seconds), *(["--gpu"] if on_gpu else []))
     found = start_ranks(num_ranks, num_pairs, *more)
     step = statistics.median(without for _, without in found["pairs"])
     background = found["look"] / SAMPLE_SECONDS + found["writing"] / step
@@ -329,10 +334,10 @@ def print_cost(
     noise, *_ = median_ratio(found["noise"])
     idle = statistics.median(found["idle"])
     own, own_low, own_high = median_interval([1e6 * (took - idle) for took in found["own"]])
-    is_little = own <= MAX_OWN_MICROSECONDS or gpu_seconds is not None
+    is_little = own <= MAX_OWN_MICROSECONDS or on_gpu
     is_met, is_noise = ratio <= most and is_little, low <= most and is_little
     print(
-        f"{num_ranks} rank(s){' on a GPU' if gpu_seconds else ''}, {1e3 * step:.2f} ms"
+        f"{num_ranks} rank(s){' on a GPU' if on_gpu else ''}, {1e3 * step:.2f} ms"
         f" a step: own time {own:.1f} us ({own_low:.1f} to {own_high:.1f}),"
         f" stopwatches {1e6 * idle:.1f} us;"
         f" ratio {ratio:.4f} ({low:.4f} to {high:.4f}), {100 * background:.3f}% of it for the"
@@ -390,7 +395,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=10_000, help="pairs of steps")
+    parser.add_argument(
+        "--pairs", type=int, default=10_000, help="pairs of steps, if they take 5 ms; else fewer"
+    )
     parser.add_argument(
         "--ranks", type=int, action="append", help="default: 1, then 2 if cores suffice"
     )
@@ -406,12 +413,12 @@ def main() -> int:
         device = "cuda" if wanted.gpu else "cpu"
         run_rank(wanted.pairs, wanted.folder, wanted.seconds or STEP_SECONDS, device)
         return 0
-    print(f"medians of {wanted.pairs:,} pairs of steps, with their 95% intervals")
+    print("medians of pairs of steps, with their 95% intervals")
     if wanted.trace:
         return 0 if print_trace_cost(wanted.pairs) else 1
     if wanted.gpu:
         rows = [
-            print_cost(1, max(100, round(wanted.pairs * STEP_SECONDS / seconds)), most, seconds)
+            print_cost(1, pairs_of(seconds, wanted.pairs), most, seconds, on_gpu=True)
             for seconds, most in MAX_GPU_RATIOS.items()
             if wanted.seconds in (None, seconds)
         ]
@@ -421,7 +428,10 @@ def main() -> int:
     if not wanted.ranks and num_cores < CORES_PER_RANK * 2:
         ranks = [1]
         print(f"2 ranks: not measured here, on {num_cores} cores (see above; --ranks 2 does)")
-    rows = [print_cost(num_ranks, wanted.pairs, MAX_RATIO) for num_ranks in ranks]
+    seconds = wanted.seconds or STEP_SECONDS
+    rows = [
+        print_cost(number, pairs_of(seconds, wanted.pairs), MAX_RATIO, seconds) for number in ranks
+    ]
     return 0 if all(rows) else 1
 
 
