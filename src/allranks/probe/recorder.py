@@ -20,16 +20,7 @@ from typing import IO, Any
 
 from allranks.probe.fingerprints import Fingerprints
 from allranks.probe.samples import CountedStep, SampleCounter
-from allranks.run.events import (
-    BREATH_SECONDS,
-    LINES_AT_ONCE,
-    EventLog,
-    WhatIsLate,
-    append_event,
-    is_ready,
-    read_events,
-    to_json,
-)
+from allranks.run.events import EventLog, WhatIsLate, append_event, is_ready, read_events, to_json
 from allranks.run.folder import TWICE, write_atomically
 from allranks.run.record import MEASURED
 from allranks.timing.timeline import DATA, END, Timeline
@@ -160,12 +151,8 @@ class Recorder:
             call()
         if not self.timeline.is_taken:  # otherwise the task's loop writes the steps itself
             self._take_steps()
-        num_lines = 0
         while self._ended and (late != "hold" or is_ready(self._ended[0])):
             yield self._ended.popleft().line(late)
-            num_lines += 1
-            if late == "hold" and num_lines % LINES_AT_ONCE == 0:
-                time.sleep(BREATH_SECONDS)
         if self._log is not None:
             for seen in self.fingerprints.take(self.counter.training):
                 self._log.write("batch", **seen)

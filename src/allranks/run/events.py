@@ -6,6 +6,7 @@ events.toml declares the fields of each.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -104,27 +105,33 @@ class EventLog:
     def flush(self, late: WhatIsLate = "hold", *, last_step: float = math.inf) -> None:
         """Write the events so far, up to `last_step`."""
         with self._writing:
-            lines = [] if self._more is None else [*self._more(late)]
-            count = 0
-            for event in list(self._buffer):  # others follow meanwhile
-                if event.get("step", 0) > last_step:
-                    break
-                loss: Any = event.get("loss")
-                is_late = hasattr(loss, "ready")
-                phases: LateFields | None = event.get("phases")
-                if late == "hold" and (
-                    (is_late and not loss.ready()) or (phases and not is_ready(phases))
-                ):
-                    break
-                if is_late:
-                    _settle(event, loss, wait=late == "wait")
-                lines.append(format_event(event) if phases is None else _with_fields(event, late))
-                count += 1
-                if late == "hold" and count % LINES_AT_ONCE == 0:
+            lines: list[str] = []
+            more = () if self._more is None else self._more(late)
+            for line in itertools.chain(more, self._known(late, last_step)):
+                lines.append(line)
+                if late == "hold" and len(lines) % LINES_AT_ONCE == 0:
                     time.sleep(BREATH_SECONDS)
-            del self._buffer[:count]
             self._unwritten += "".join(lines).encode()
             self._write()
+
+    def _known(self, late: WhatIsLate, last_step: float) -> Iterator[str]:
+        """The lines of the events so far, up to the first that has to be waited for."""
+        count = 0
+        for event in list(self._buffer):  # others follow meanwhile
+            if event.get("step", 0) > last_step:
+                break
+            loss: Any = event.get("loss")
+            is_late = hasattr(loss, "ready")
+            phases: LateFields | None = event.get("phases")
+            if late == "hold" and (
+                (is_late and not loss.ready()) or (phases and not is_ready(phases))
+            ):
+                break
+            if is_late:
+                _settle(event, loss, wait=late == "wait")
+            yield format_event(event) if phases is None else _with_fields(event, late)
+            count += 1
+        del self._buffer[:count]
 
     def _write(self) -> None:
         try:

@@ -19,7 +19,7 @@ class PeopleConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
-        is_known = self.is_terminal or "COLUMNS" in os.environ or "width" in options
+        is_known = self.is_terminal or os.environ.get("COLUMNS") or "width" in options
         self.width = max(LEAST_WIDTH, self.width if is_known else FILE_WIDTH)
 
     def on_broken_pipe(self) -> None:

@@ -90,9 +90,9 @@ class CompileCost:
 
 def saved_by_cache(spent: Counter[str]) -> float:
     """Seconds that compiling the same from the cache would not take; by torch's own names."""
-    followed = spent["entire_frame_compile"] - spent["backend_compile"]
     if not spent["inductor_compile"]:  # it was in the cache
         return 0.0
+    followed = spent["entire_frame_compile"] - spent["backend_compile"]
     return max(0.0, spent["total_wall_time"] - FROM_CACHE * followed)
 
 
