@@ -117,9 +117,10 @@ def training(width: int, turns: Turns, device: str = "cpu") -> Iterator[None]:
     """A training loop like that of many scripts; it yields after every step."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(4096, NUM_FEATURES), torch.randn(4096, 1))
-    model: nn.Module = nn.Sequential(
-        nn.Linear(NUM_FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1)
-    ).to(device)
+    with torch.device(device):  # a GPU draws the billions of weights of a long step at once
+        model: nn.Module = nn.Sequential(
+            nn.Linear(NUM_FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1)
+        )
     if dist.is_initialized():
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -18,7 +18,7 @@ from allranks.layout import Layout
 from allranks.run.events import EventLog
 from allranks.run.folder import RunDir
 from allranks.train import build, loop
-from allranks.train.counted import KINDS, SavedTensors, state_of
+from allranks.train.counted import KINDS, LiveTensors, SavedTensors, state_of
 from allranks.train.data import Batch, Progress
 
 
@@ -47,18 +47,24 @@ def measured(layout: str, folder: Path, settings: dict[str, Any]) -> dict[str, A
     run.path.mkdir(exist_ok=True)
     me = build.Rank(rank, world_size, rank, world_size, run, 0, Layout.parse(layout), "")
     log = EventLog(run.events(0, rank))
-    t = build.build(me, job, device_of_ranks(), log)
-    t.model.train()
-    batches = t.data.batches(Progress())
-    loop.one_step(t, next(batches), False)  # in its first steps DDP asks all ranks how to divide
-    batch = next(batches)
+    live = LiveTensors()
+    with live:
+        t = build.build(me, job, device_of_ranks(), log)
+        t.model.train()
+        batches = t.data.batches(Progress())
+        loop.one_step(t, next(batches), False)  # DDP then asks all ranks how to divide
+        batch = next(batches)
     saved = SavedTensors(t.model)
-    with Sent() as sent:
+    on_host = held([*t.checkpointer._staged.values()])
+    with live, Sent() as sent:
+        live.start()
         with saved.counted():
             t.forward_backward(t, batch, False)
         gradients = held([p.grad for p in t.parameters if p.grad is not None])
         loop.update(t)
-    peak = peak_of(t, next(batches))
+    peak = live.most - on_host
+    if t.device.type == "cuda":
+        peak = peak_of(t, next(batches))
     log.close()
     return {
         "bytes": {
@@ -78,9 +84,7 @@ def held(tensors: list[Tensor]) -> int:
 
 
 def peak_of(t: loop.Training, batch: Batch) -> int:
-    """The most bytes that a step has on the GPU at once; 0 on a CPU."""
-    if t.device.type == "cpu":
-        return 0
+    """The most bytes that a step has on the GPU at once."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     loop.one_step(t, batch, False)

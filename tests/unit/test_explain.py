@@ -128,6 +128,7 @@ FOUND = {
                 "optimizer": (4 + 2 * pp) * GIB,
                 "activations": 5 * GIB,
             },
+            "peak": (14 + 4 * pp) * GIB,
         }
         for pp, (kind, ranks) in enumerate((("A", [0, 1, 4, 5]), ("B", [2, 3, 6, 7])))
     ],
@@ -148,9 +149,9 @@ def test_the_tables_at_80_columns() -> None:
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert "\n".join(lines[lines.index("") + 1 :]) == (
         "Held by each rank\n"
-        "                  parameters  gradients  optimizer  activations  together\n"
-        "A: pp 0, 4 ranks       2 GiB      2 GiB      4 GiB        5 GiB    13 GiB\n"
-        "B: pp 1, 4 ranks       3 GiB      3 GiB      6 GiB        5 GiB    17 GiB\n"
+        "                  parameters  gradients  optimizer  activations    peak\n"
+        "A: pp 0, 4 ranks       2 GiB      2 GiB      4 GiB        5 GiB  14 GiB\n"
+        "B: pp 1, 4 ranks       3 GiB      3 GiB      6 GiB        5 GiB  18 GiB\n"
         "\n"
         "Sent in each step\n"
         "exchange         ranks  in       pp            size  times   in all\n"
@@ -160,8 +161,9 @@ def test_the_tables_at_80_columns() -> None:
         "language: 1,557,686,400 parameters, adamw, bf16; each step 64 samples, 4\n"
         "micro-batches of 4 on each rank\n"
         "stages of 25 + 25 blocks, predicted from their floating-point operations\n"
-        "activations are predicted: what the forward pass keeps for the backward pass;\n"
-        "what is gathered or computed only for a moment is not counted\n"
+        "predicted: activations, which the forward pass keeps for the backward pass, and\n"
+        "the peak: the most that there is at once in a step, with what exists only for a\n"
+        "moment\n"
         "note: pipeline.schedule has no effect"
     )
 

@@ -183,8 +183,8 @@ def memory_table(found: Found) -> Table:
         if len(kinds) > 1:
             where = _only(Layout.parse(found["layout"]), kind["coordinates"])
             who = f"{kind['kind']}: {', '.join([*where, count(len(kind['ranks']), 'rank')])}"
-        rows.append([who, *map(size, held), size(sum(held))])
-    return Table("Held by each rank", ("", *names, "together"), rows)
+        rows.append([who, *map(size, held), size(kind["peak"])])
+    return Table("Held by each rank", ("", *names, "peak"), rows)
 
 
 def exchanges_table(found: Found) -> Table:
@@ -226,7 +226,7 @@ def notes(found: Found) -> list[str]:
             "parameters and gradients (optimizer.offload)"
         )
     lines.append(
-        "activations are predicted: what the forward pass keeps for the backward pass; "
-        "what is gathered or computed only for a moment is not counted"
+        "predicted: activations, which the forward pass keeps for the backward pass, and the peak: "
+        "the most that there is at once in a step, with what exists only for a moment"
     )
     return lines

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -153,6 +154,68 @@ class _Saved:
 
     def __del__(self) -> None:
         self._kept.remove(self._key, self._size)
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made under it while they exist, and their peak.
+
+    Each storage counts once. FSDP resizes some instead of making new ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._sizes: dict[int, int] = {}  # by storage
+        self._before: dict[int, int] = {}
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> Self:
+        ours: Any = lambda storage, size: self._resized(storage, size)  # noqa: E731
+        torch.UntypedStorage.resize_ = ours  # type: ignore[method-assign]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it calls operators on this rank's part
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._add(storage_of(tensor))
+        return result
+
+    def start(self) -> None:
+        """Look for a peak over what there is now."""
+        self.most, self._before = self.now, dict(self._sizes)
+
+    def added(self, gradients: Iterable[Tensor]) -> int:
+        """The peak over what there was at the start, and gradients that were there already.
+
+        DDP has room for them from the beginning, without it they are made in backward passes.
+        """
+        own = {storage_of(gradient) for gradient in gradients}
+        old = sum(storage.nbytes() for storage in own if storage._cdata in self._before)
+        return self.most - sum(self._before.values()) + old
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._sizes:
+            weakref.finalize(storage, self._count, storage._cdata, None).atexit = False
+            self._count(storage._cdata, storage.nbytes())
+
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> Any:
+        if storage._cdata in self._sizes:
+            self._count(storage._cdata, size)
+        return self._resize(storage, size)
+
+    def _count(self, key: int, size: int | None) -> None:
+        """Note a storage's size; None: it is gone."""
+        self.now += (size or 0) - self._sizes.pop(key, 0)
+        self.most = max(self.most, self.now)
+        if size is not None:
+            self._sizes[key] = size
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:

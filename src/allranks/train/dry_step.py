@@ -32,13 +32,22 @@ from allranks.layout import Layout
 from allranks.run.folder import RunDir
 from allranks.tasks import Task
 from allranks.train import build, parallelize
-from allranks.train.counted import Exchanges, Held, SavedTensors, Sent, parts_of, state_of
+from allranks.train.counted import (
+    Exchanges,
+    Held,
+    LiveTensors,
+    SavedTensors,
+    Sent,
+    gathered,
+    parts_of,
+    state_of,
+)
 from allranks.train.data import Batch, MicroBatch, Progress, TrainingData
 from allranks.train.fast_step import model_and_loss
-from allranks.train.loop import Training, forward_backward, update
+from allranks.train.loop import Training, clear_gradients, forward_backward, update
 from allranks.train.mesh import Mesh, Ranks
 from allranks.train.optim import Scaler, allocate_state, build_optimizer
-from allranks.train.pipeline import Passed, Pipeline
+from allranks.train.pipeline import Passed, Pipeline, SeenStage
 from allranks.train.stages import blocks_and_stages, blocks_of, divide, kind_of_block
 
 DEVICE = torch.device("cpu")
@@ -68,6 +77,9 @@ class Tried:
 
     held: Held
     kept: int  # for the backward pass, of a micro-batch
+    # The peak over parameters, buffers and optimizer state; in a pipeline, of one micro-batch.
+    most: int
+    adds: int  # what another micro-batch at once adds to it
     in_flight: list[float]  # micro-batches that each place along pp keeps at once
     sent: Counter[Sent]
     batch: dict[str, Any]
@@ -110,12 +122,23 @@ def try_place(
     first = try_rank(with_micro_batches(job, cut.largest, 1), task, samples, rank, number, stages)
     if number > 1:
         two = with_micro_batches(job, cut.largest, 2)
-        second = try_rank(two, task, samples, rank, number, first.stages)
+        second = try_rank(two, task, samples, rank, stages=first.stages)
         second.sent.subtract(first.sent)
         for sent, count in second.sent.items():
             first.sent[sent] += (number - 1) * count
+        assert first.stages is not None
+        gets, gives = passed_bytes(first.stages, pp, layout.pp)
+        first.adds = first.kept + gives  # an output stays until its gradient is there
+        first.most += (number - 1) * (gets + gives)  # room to receive inputs and gradients
     first.batch |= {"batch_size": cut.batch_size, "micro_batches": number}
     return first
+
+
+def passed_bytes(stages: Stages, pp: int, num_ranks: int) -> tuple[int, int]:
+    """What this place of a pipeline gets from the one before, and gives to the next."""
+    numbers = range(pp, len(stages.sizes), num_ranks)
+    sizes = {number: passed.nbytes for number, passed in stages.passed.items()}
+    return sum(sizes.get(n, 0) for n in numbers), sum(sizes.get(n + 1, 0) for n in numbers)
 
 
 def with_micro_batches(job: Job, size: int, number: int) -> Job:
@@ -141,7 +164,7 @@ def try_rank(
         data = build.training_data(as_rank(layout, rank), mesh, job, task, samples, DEVICE)
         batch = next(data.batches(Progress()))
         micro_batches = [*batch.micro_batches]
-        with WITHOUT_DATA, AsOnGpu(), Exchanges(layout) as exchanges:
+        with WITHOUT_DATA, AsOnGpu(), LiveTensors() as live, Exchanges(layout) as exchanges:
             made = pytree.tree_map_only(Tensor, WITHOUT_DATA.from_tensor, micro_batches)
             t, pipeline, stages = training(job, task, mesh, data, made[0], stages)
             held = Held(
@@ -151,13 +174,25 @@ def try_rank(
             )
             exchanges.sent = Counter()
             saved = SavedTensors(t.model)
+            live.start()
             with saved.counted():
                 if pipeline is None:
                     batch = repeated(batch, made, exchanges)
                 else:
                     batch = batch._replace(micro_batches=iter(made))
                 t.forward_backward(t, batch, False)
-            held.gradients = parts_of(p.grad for p in t.parameters if p.grad is not None)
+            kept = saved.most
+            held.gradients = parts_of(gradients_of(t))
+            most = live.added(gradients_of(t))
+            if pipeline is not None and in_schedule > 1:
+                sent, exchanges.sent = exchanges.sent, None
+                if gathered(held.gradients):  # FSDP keeps them whole until the last micro-batch
+                    clear_gradients(t)
+                    with without_last():
+                        t.forward_backward(t, batch._replace(micro_batches=iter(made)), False)
+                live.most = live.now
+                t.forward_backward(t, batch._replace(micro_batches=iter(made)), False)
+                most, exchanges.sent = live.added(gradients_of(t)), sent
             exchanges.when, exchanges.times = "update", 1
             update(t)
             at_once = in_flight(pipeline, in_schedule, stages.passed) if pipeline and stages else []
@@ -167,7 +202,7 @@ def try_rank(
             "micro_batches": len(micro_batches),
             "stages": pipeline.sizes if pipeline else None,
         }
-        return Tried(held, saved.most, at_once or [1], exchanges.sent, counts, stages)
+        return Tried(held, kept, most, kept, at_once or [1], exchanges.sent, counts, stages)
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # it remembers this rank's groups
@@ -354,6 +389,25 @@ def kinds_of_places(
         ]
         kinds.append(place if is_like_no_other else alike)
     return kinds
+
+
+def gradients_of(t: Training) -> list[Tensor]:
+    return [p.grad for p in t.parameters if p.grad is not None]
+
+
+@contextmanager
+def without_last() -> Iterator[None]:
+    """A context in which no micro-batch of a pipeline is the last."""
+    backward = SeenStage.backward_one_chunk
+
+    def one_of_many(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **{**kwargs, "last_backward": False})
+
+    SeenStage.backward_one_chunk = one_of_many  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SeenStage.backward_one_chunk = backward  # type: ignore[method-assign]
 
 
 def in_flight(pipeline: Pipeline, number: int, passed: dict[int, Passed]) -> list[float]:

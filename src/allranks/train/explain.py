@@ -133,7 +133,11 @@ def kinds_of(
         if offload:
             on_host = amounts["optimizer"] + amounts["parameters"] + amounts["gradients"]
             amounts = {**amounts, "optimizer": 0}
-        found.append({**one, "bytes": amounts, "host_bytes": on_host})
+        pp = places[0]["pp"]
+        tried = stages[pp]
+        peak = tried.most + round(tried.adds * (tried.in_flight[pp] - 1))
+        peak += sum(amounts[name] for name in ("parameters", "buffers", "optimizer"))
+        found.append({**one, "bytes": amounts, "peak": peak, "host_bytes": on_host})
     return found
 
 

@@ -327,6 +327,10 @@ class Passed:
             )
         return cls(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.empty(torch.device("meta")))
+
     def empty(self, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(
             torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors
