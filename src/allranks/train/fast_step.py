@@ -48,7 +48,7 @@ LOSS_TOLERANCE, UPDATE_TOLERANCE = 1e-3, 0.05
 COMPILED_TOLERANCE, REHEARSALS = 0.1, 4
 # If a last block has at least this many outputs for each input, as in language models, it is
 # compiled for parts of the batch in turn: all its outputs at once would be slow to move.
-WIDE, PARTS = 16, 4
+WIDE, PARTS = 16, 2
 SAME = 1e-3  # of their norm: what a matrix product of fewer rows may round differently
 
 
