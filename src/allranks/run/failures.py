@@ -289,7 +289,7 @@ def _dumped(dump: str) -> list[Frame]:
     """The calls of the thread that crashed, or of the main thread if none of them is the user's."""
     threads = [stacks.parse_dump(0, part) for part in _THREAD.split(dump)]
     own = [one for one in threads if one is not None and any(call.is_own for call in one.frames)]
-    crashed = stacks.parse_dump(0, dump)
+    crashed = stacks.parse_dump(0, dump, crashed=True)
     found = crashed if crashed in own or not own else own[-1]
     return [*reversed(found.frames)] if found is not None else []
 

@@ -250,8 +250,8 @@ def is_complete(text: str) -> bool:
     return re.search(r" in (<module>|_run_module_as_main)\n", last) is not None
 
 
-def parse_dump(process: int, text: str) -> Stack | None:
-    """The main thread in what faulthandler prints; the one that got the signal is `Current`."""
+def parse_dump(process: int, text: str, *, crashed: bool = False) -> Stack | None:
+    """The main thread in what faulthandler prints; `crashed`: the one that got the signal."""
     threads: list[tuple[bool, list[Frame]]] = []
     for line in text.splitlines():
         head = HEAD.match(line)
@@ -260,11 +260,9 @@ def parse_dump(process: int, text: str) -> Stack | None:
             threads.append((head[1] != "Thread", []))
         elif frame and threads:
             threads[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
-    # If another thread got the signal, the main one is the oldest, and so the last.
-    ordered = [frames for is_current, frames in threads if is_current] or [
-        frames for _, frames in threads[-1:]
-    ]
-    frames = ordered[-1] if ordered else []
+    # Any thread may get a signal. The main one is the oldest, and so the last.
+    current = [frames for is_current, frames in threads if is_current and crashed]
+    frames = [[], *(frames for _, frames in threads), *current][-1]
     return Stack(process, tuple(frames), "the rank itself") if frames else None
 
 
