@@ -80,10 +80,12 @@ def test_ranks_agree_on_what_fits_and_remember_it(
     tmp_path: Path, reference: dict[int, float]
 ) -> None:
     settings = {**SETTINGS, "task": "full:Full", "options": {"most": 5}, "micro_batch_size": "auto"}
-    for why, too_large in (("tried", [12, 6]), ("remembered", [])):
-        folder = tmp_path / why
+    for number, (why, too_large, edited) in enumerate(
+        (("tried", [12, 6], ""), ("remembered", [], ""), ("tried", [12, 6], "# another model"))
+    ):
+        folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / "full.py").write_text(FULL)
+        (folder / "full.py").write_text(FULL + edited)
         found = run_ranks(remembering, 2, folder, "1x2", folder, settings)
         assert found[0].losses == pytest.approx([*reference.values()], rel=1e-5)
         run = RunDir(folder / "1x2")

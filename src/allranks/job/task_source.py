@@ -10,6 +10,7 @@ import ast
 import difflib
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import pkgutil
 import re
@@ -58,6 +59,14 @@ def find_task(name: str) -> TaskSource:
         raise _wrong_name(name)
     module_name, _, class_name = name.partition(":")
     return _read_class(_find_module(module_name, task=name), class_name)
+
+
+def code_of(name: str) -> str:
+    """The source of an imported task's module, if it has any: it shows that a task was edited."""
+    module: Any = sys.modules.get(find_task(name).path.partition(":")[0])
+    with suppress(OSError, TypeError):
+        return inspect.getsource(module)
+    return ""
 
 
 def _wrong_name(name: str) -> AllranksError:

@@ -7,7 +7,6 @@ must not take cores or memory from the training: if these run out, it is the fir
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -19,14 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, Protocol, cast
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from allranks.job.job import Job, load_job
-from allranks.job.task_source import find_task
+from allranks.job.task_source import code_of
 from allranks.layout import Layout
 from allranks.machine.allotted import cpus_allotted
 from allranks.machine.gpus import nvml
@@ -58,10 +57,7 @@ class CompileCost:
     def of(cls, job: Job, layout: Layout, device: torch.device) -> CompileCost:
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        settings = job.model_dump_json(include=COMPILED_FROM)
-        code = sys.modules.get(find_task(str(job.task)).path.partition(":")[0])
-        with suppress(OSError, TypeError):  # a task that was edited is compiled anew
-            settings += inspect.getsource(cast(ModuleType, code))
+        settings = job.model_dump_json(include=COMPILED_FROM) + code_of(str(job.task))
         key = hashlib.sha256(f"{settings} {layout} {name} {torch.__version__}".encode()).hexdigest()
         return cls(Path(cache, f"allranks-{key[:32]}.json") if cache else None)
 

@@ -24,6 +24,7 @@ from torch import nn
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.job.stages import possible_numbers
+from allranks.job.task_source import code_of
 from allranks.machine.allotted import user_cache
 from allranks.run.files import read_bytes
 from allranks.run.folder import write_atomically
@@ -224,7 +225,8 @@ class MicroBatches:
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
         facts = [
-            *(job.task, job.options, precision, job.compile, job.activation_checkpointing),
+            *(job.task, code_of(str(job.task)), job.options, precision),
+            *(job.compile, job.activation_checkpointing),
             *(job.optimizer.name, job.optimizer.offload, job.pipeline.schedule),
             *(str(self.me.layout), device_name(device), memory, torch.__version__),
         ]
