@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -33,6 +34,29 @@ TINY = {
     "precision": "fp32",
     "data": {"num_workers": 0},
 }
+WIDER = {"options": {"context": 32}, "batch_size": 64}
+# What ordinary models do that tensors without data do not like.
+ORDINARY = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from allranks.tasks import Task
+
+class Ordinary(Task):
+    def model(self):
+        self.weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)  # which is copied
+        return nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.BatchNorm1d(32),
+                             nn.Linear(32, 3)).double()
+
+    def datasets(self):
+        inputs = torch.zeros(64, 4, 8, dtype=torch.float64)
+        return {"train": TensorDataset(inputs, torch.zeros(64, dtype=torch.long))}
+
+    def loss(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets, torch.ones(3).double() * self.weights,
+                                           reduction="none")
+"""
 
 
 @pytest.mark.parametrize(
@@ -45,6 +69,7 @@ TINY = {
         ("1x4:tp=2,pp=2", {}),
         ("1x4:pp=4", {"pipeline": {"schedule": "gpipe", "micro_batches": 3}}),
         ("1x4:pp=2,fsdp=2", {"pipeline": {"micro_batches": 4}}),
+        ("1x2:pp=2", {**WIDER, "pipeline": {"schedule": "interleaved"}}),
         *(pytest.param(layout, {}, marks=pytest.mark.soak) for layout in LAYOUTS),
     ],
 )
@@ -100,6 +125,23 @@ def test_autocast_keeps_what_it_does_on_a_gpu() -> None:
             assert y.dtype == y.grad_fn._saved_input.dtype == torch.float32
     with AsOnGpu():
         assert x.sum().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("layout", ["1x1", "1x2:pp=2"])
+def test_an_ordinary_model_is_explained(tmp_path: Path, layout: str) -> None:
+    (tmp_path / "ordinary.py").write_text(ORDINARY)
+    job = ["task=ordinary:Ordinary", "batch_size=8", "epochs=1", "--layout", layout, "--json"]
+    done = call_allranks("explain", *job, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    held = sum(kind["bytes"]["parameters"] for kind in told["ranks"])
+    assert held == 8 * told["parameters"]
+
+
+def test_a_step_that_recomputes_in_bf16_is_explained(tmp_path: Path) -> None:
+    job = ["task=language", "precision=bf16", "activation_checkpointing=full"]
+    done = call_allranks("explain", *job, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_large_model_on_64_ranks_is_explained_without_memory_for_it(

@@ -182,11 +182,11 @@ def test_tied_weights_are_in_two_of_languages_blocks() -> None:
 
 
 def test_places_of_a_pipeline_that_are_explained_alike() -> None:
-    blocks = [nn.Linear(4, 4) for _ in range(6)]
+    blocks, peaks = [nn.Linear(4, 4) for _ in range(6)], [1] * 6
     same = Passed(tensors=(((2, 4), torch.float32),))
 
     def kinds(num_ranks: int, passed: Mapping[int, Passed]) -> list[Any]:
-        return kinds_of_places(blocks, [1] * 6, passed, num_ranks)
+        return kinds_of_places(blocks, [1] * 6, passed, num_ranks, peaks)
 
     passed = dict.fromkeys(range(1, 6), same)
     first, *middle, last = kinds(6, passed)

@@ -182,9 +182,8 @@ class LiveTensors(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # it calls operators on this rank's part
         result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._add(storage_of(tensor))
+        for storage in storages_of(result):
+            self._add(storage)
         return result
 
     def start(self) -> None:
@@ -196,12 +195,14 @@ class LiveTensors(TorchDispatchMode):
 
         DDP has room for them from the beginning, without it they are made in backward passes.
         """
-        own = {storage_of(gradient) for gradient in gradients}
+        own = storages_of([*gradients])
         old = sum(storage.nbytes() for storage in own if storage._cdata in self._before)
         return self.most - sum(self._before.values()) + old
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._sizes:
+        if storage._cdata in self._sizes:  # some operators resize what they write to
+            self._count(storage._cdata, storage.nbytes())
+        else:
             weakref.finalize(storage, self._count, storage._cdata, None).atexit = False
             self._count(storage._cdata, storage.nbytes())
 
@@ -216,6 +217,15 @@ class LiveTensors(TorchDispatchMode):
         self.most = max(self.most, self.now)
         if size is not None:
             self._sizes[key] = size
+
+
+def bytes_of(values: Any) -> int:
+    """This rank's memory behind all tensors among these."""
+    return sum(storage.nbytes() for storage in storages_of(values))
+
+
+def storages_of(values: Any) -> set[torch.UntypedStorage]:
+    return {storage_of(x) for x in pytree.tree_leaves(values) if isinstance(x, Tensor)}
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,6 +25,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,6 +40,7 @@ from allranks.train.counted import (
     LiveTensors,
     SavedTensors,
     Sent,
+    bytes_of,
     gathered,
     parts_of,
     state_of,
@@ -51,7 +54,6 @@ from allranks.train.pipeline import Passed, Pipeline, SeenStage
 from allranks.train.stages import blocks_and_stages, blocks_of, divide, kind_of_block
 
 DEVICE = torch.device("cpu")
-WITHOUT_DATA = FakeTensorMode()  # one for all: tensors of two of them cannot be used together
 divide_gradients = dist._compute_bucket_assignment_by_size
 DDP_BUCKET_BYTES = 25 << 20  # what DDP sends at once, unless it is told otherwise
 # What autocast computes in float32 on a GPU, but on a CPU in the type of what it is given.
@@ -59,6 +61,16 @@ IN_FLOAT32 = {
     *("layer_norm", "group_norm", "rms_norm", "softmax", "log_softmax", "logsumexp", "softplus"),
     *("exp", "log", "pow", "rsqrt", "reciprocal", "sum", "cumsum", "prod", "cumprod", "norm"),
 }
+
+
+class OneFakeMode(FakeTensorMode):
+    """Tensors of two modes cannot be used together: those of a copied model have the same mode."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OneFakeMode:
+        return self
+
+
+WITHOUT_DATA = OneFakeMode(allow_non_fake_inputs=True)  # such as a task's class weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,7 @@ class Tried:
     kept: int  # for the backward pass, of a micro-batch
     # The peak over parameters, buffers and optimizer state; in a pipeline, of one micro-batch.
     most: int
+    given: int  # of this, the micro-batch itself
     adds: int  # what another micro-batch at once adds to it
     in_flight: list[float]  # micro-batches that each place along pp keeps at once
     sent: Counter[Sent]
@@ -127,18 +140,20 @@ def try_place(
         for sent, count in second.sent.items():
             first.sent[sent] += (number - 1) * count
         assert first.stages is not None
-        gets, gives = passed_bytes(first.stages, pp, layout.pp)
-        first.adds = first.kept + gives  # an output stays until its gradient is there
-        first.most += (number - 1) * (gets + gives)  # room to receive inputs and gradients
+        # Micro-batches, and room to receive inputs and gradients, are there for all of them. With
+        # several stages on a rank, what it sends stays until the end of the step, too.
+        received = received_bytes(first.stages, pp, layout.pp)
+        passed = received if len(first.stages.sizes) == layout.pp else 2 * received
+        first.most += (number - 1) * (first.given + passed)
     first.batch |= {"batch_size": cut.batch_size, "micro_batches": number}
     return first
 
 
-def passed_bytes(stages: Stages, pp: int, num_ranks: int) -> tuple[int, int]:
-    """What this place of a pipeline gets from the one before, and gives to the next."""
+def received_bytes(stages: Stages, pp: int, num_ranks: int) -> int:
+    """What this place of a pipeline gets for a micro-batch: inputs, and gradients of outputs."""
     numbers = range(pp, len(stages.sizes), num_ranks)
     sizes = {number: passed.nbytes for number, passed in stages.passed.items()}
-    return sum(sizes.get(n, 0) for n in numbers), sum(sizes.get(n + 1, 0) for n in numbers)
+    return sum(sizes.get(at, 0) for number in numbers for at in (number, number + 1))
 
 
 def with_micro_batches(job: Job, size: int, number: int) -> Job:
@@ -174,6 +189,7 @@ def try_rank(
             )
             exchanges.sent = Counter()
             saved = SavedTensors(t.model)
+            given, left = bytes_of(made), left_behind(pipeline, live)
             live.start()
             with saved.counted():
                 if pipeline is None:
@@ -183,26 +199,22 @@ def try_rank(
                 t.forward_backward(t, batch, False)
             kept = saved.most
             held.gradients = parts_of(gradients_of(t))
-            most = live.added(gradients_of(t))
-            if pipeline is not None and in_schedule > 1:
+            most, at_once = live.added(gradients_of(t)), [1.0]
+            if pipeline is not None and stages is not None and in_schedule > 1:
                 sent, exchanges.sent = exchanges.sent, None
-                if gathered(held.gradients):  # FSDP keeps them whole until the last micro-batch
-                    clear_gradients(t)
-                    with without_last():
-                        t.forward_backward(t, batch._replace(micro_batches=iter(made)), False)
-                live.most = live.now
-                t.forward_backward(t, batch._replace(micro_batches=iter(made)), False)
+                work_again(t, batch, made, live, is_cut=bool(gathered(held.gradients)))
                 most, exchanges.sent = live.added(gradients_of(t)), sent
+                at_once = in_flight(pipeline, in_schedule, stages.passed, [*left.values()])
             exchanges.when, exchanges.times = "update", 1
             update(t)
-            at_once = in_flight(pipeline, in_schedule, stages.passed) if pipeline and stages else []
         counts: dict[str, Any] = {
             "batch_size": data.cut.batch_size,
             "micro_batch_size": data.cut.largest,
             "micro_batches": len(micro_batches),
             "stages": pipeline.sizes if pipeline else None,
         }
-        return Tried(held, kept, most, kept, at_once or [1], exchanges.sent, counts, stages)
+        adds, most = sum(left.values()), most + given
+        return Tried(held, kept, most, given, adds, at_once, exchanges.sent, counts, stages)
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # it remembers this rank's groups
@@ -308,9 +320,11 @@ class Division:
         before = [getattr(owner, name) for owner, name, _ in replaced]
         for owner, name, ours in replaced:
             setattr(owner, name, ours)
-        yield self
-        for (owner, name, _), theirs in zip(replaced, before, strict=True):
-            setattr(owner, name, theirs)
+        try:
+            yield self
+        finally:
+            for (owner, name, _), theirs in zip(replaced, before, strict=True):
+                setattr(owner, name, theirs)
 
     def _model(self) -> nn.Module:
         model = type(self.task).model(self.task)
@@ -326,12 +340,14 @@ class Division:
         if self.stages is not None:
             return self.stages.sizes
         blocks, num_stages = blocks_and_stages(job, mesh.layout, task, model)
-        costs, outputs = [], []
+        parallelize.synchronise_batch_norm(model, Ranks())
+        costs, peaks, outputs = [], [], []
         values = self.micro.inputs
         with torch.no_grad(), self.autocast:
             for block in blocks:
-                with FlopCounterMode(display=False) as counter:
+                with LiveTensors() as live, FlopCounterMode(display=False) as counter:
                     values = block(values)
+                peaks.append(live.most)
                 # Embeddings have no operations, and take time all the same.
                 num_bytes = sum(x.nbytes for x in pytree.tree_leaves(values))
                 costs.append(counter.get_total_flops() + num_bytes)
@@ -347,7 +363,7 @@ class Division:
         passed = {
             at: Passed.of(x if isinstance(x, tuple) else (x,)) for at, x in enumerate(got, start=1)
         }
-        kinds = kinds_of_places(blocks, sizes, passed, mesh.layout.pp)
+        kinds = kinds_of_places(blocks, sizes, passed, mesh.layout.pp, peaks)
         self.stages = Stages(sizes, passed, has_weights, kinds)
         return sizes
 
@@ -365,15 +381,22 @@ class Division:
 
 
 def kinds_of_places(
-    blocks: Sequence[nn.Module], sizes: Sequence[int], passed: Mapping[int, Passed], num_ranks: int
+    blocks: Sequence[nn.Module],
+    sizes: Sequence[int],
+    passed: Mapping[int, Passed],
+    num_ranks: int,
+    peaks: Sequence[int],
 ) -> list[Any]:
     """What decides what a rank at each place along pp holds and sends.
 
-    Places are of one kind where they have blocks of the same kinds, which get and return the same.
+    Places are of one kind where they have blocks of the same kinds, which get and return the same,
+    with the same peaks in between.
     The first and the last stage, and those that share weights with others, are like no other.
     """
     ends = [*itertools.accumulate(sizes, initial=0)]
     of_stages = [blocks[start:stop] for start, stop in itertools.pairwise(ends)]
+    kinds_of = [[*map(kind_of_block, of)] for of in of_stages]
+    peaks_of = [peaks[start:stop] for start, stop in itertools.pairwise(ends)]
     held = Counter(id(p) for of in of_stages for p in {*nn.ModuleList(of).parameters()})
     kinds: list[Any] = []
     for place in range(num_ranks):
@@ -384,11 +407,42 @@ def kinds_of_places(
             for number in numbers
         )
         alike = [
-            (passed[number], passed[number + 1], *map(kind_of_block, of_stages[number]))
+            (passed[number], passed[number + 1], peaks_of[number], kinds_of[number])
             for number in (() if is_like_no_other else numbers)
         ]
         kinds.append(place if is_like_no_other else alike)
     return kinds
+
+
+def work_again(
+    t: Training, batch: Batch, made: list[MicroBatch], live: LiveTensors, *, is_cut: bool
+) -> None:
+    """Work on a later micro-batch of a pipeline, which finds gradients, and look for its peak.
+
+    `is_cut`: by FSDP, which keeps gradients whole until the last micro-batch.
+    """
+    if is_cut:
+        clear_gradients(t)
+        with without_last():
+            t.forward_backward(t, batch._replace(micro_batches=iter(made)), False)
+    live.most = live.now
+    t.forward_backward(t, batch._replace(micro_batches=iter(made)), False)
+
+
+def left_behind(pipeline: Pipeline | None, live: LiveTensors) -> dict[int, int]:
+    """The bytes that each stage's last forward pass will have left for the backward pass."""
+    left: dict[int, int] = {}
+
+    def begin(stage: Any, inputs: Any) -> None:
+        left[stage.number] = -live.now
+
+    def end(stage: Any, inputs: Any, outputs: Any) -> None:
+        left[stage.number] += live.now
+
+    for stage in pipeline.stages if pipeline else ():
+        stage.register_forward_pre_hook(begin)
+        stage.register_forward_hook(end)
+    return left
 
 
 def gradients_of(t: Training) -> list[Tensor]:
@@ -410,8 +464,13 @@ def without_last() -> Iterator[None]:
         SeenStage.backward_one_chunk = backward  # type: ignore[method-assign]
 
 
-def in_flight(pipeline: Pipeline, number: int, passed: dict[int, Passed]) -> list[float]:
-    """The number of micro-batches whose activations each place along pp keeps at once."""
+def in_flight(
+    pipeline: Pipeline, number: int, passed: dict[int, Passed], left: Sequence[int]
+) -> list[float]:
+    """The number of micro-batches whose activations each place along pp keeps at once.
+
+    `left`: what each of a rank's stages leaves of one, if it has several.
+    """
     pipeline._ticks = torch.zeros(number)
     schedule, size = pipeline._make_schedule(passed), pipeline.ranks.size
     if isinstance(schedule, ScheduleGPipe):
@@ -419,19 +478,24 @@ def in_flight(pipeline: Pipeline, number: int, passed: dict[int, Passed]) -> lis
     if isinstance(schedule, Schedule1F1B):
         return [min(number, size - place) for place in range(size)]
     changes = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
-    of_places = []
-    for place in range(size):
-        actions = filter(None, schedule.pipeline_order[place])
-        now = (changes.get(action.computation_type.name, 0) for action in actions)
-        of_places.append(max(itertools.accumulate(now)) / len(pipeline.stages))
-    return of_places
+    last = len(pipeline.sizes) - 1
+
+    def change(action: Any) -> int:
+        kind, stage = action.computation_type.name, action.stage_index
+        # A loss, which stays, keeps the graph of a backward pass that is cut in two.
+        is_kept = kind == "BACKWARD_WEIGHT" and stage == last
+        return 0 if is_kept else changes.get(kind, 0) * left[stage // size]
+
+    orders = (filter(None, schedule.pipeline_order[place]) for place in range(size))
+    return [max(itertools.accumulate(map(change, of))) / max(1, sum(left)) for of in orders]
 
 
 class AsOnGpu(TorchFunctionMode):
     """Keeps for the backward pass what autocast keeps on a GPU, on a CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in IN_FLOAT32 and torch.is_autocast_enabled(DEVICE.type):
+        name = getattr(func, "__name__", "")
+        if name in IN_FLOAT32 and torch.is_autocast_enabled(DEVICE.type):
             args, kwargs = pytree.tree_map_only(Tensor, in_float32, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
@@ -443,10 +507,40 @@ def in_float32(tensor: Tensor) -> Tensor:
 # What torch cannot do on tensors without data.
 
 
+def with_new_tensors(
+    module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """In place of nn.Module._apply, which would change the tensors of parameters in place."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # those that modules share stay shared
+    for one in module.modules() if recurse else [module]:
+        for name, parameter in one._parameters.items():
+            if parameter is not None and parameter not in made:
+                with torch.no_grad():
+                    changed = change(parameter)
+                is_same = changed.dtype == parameter.dtype and changed.device == parameter.device
+                new = parameter if is_same else nn.Parameter(changed, parameter.requires_grad)
+                made[parameter] = new
+            if parameter is not None:
+                one._parameters[name] = made[parameter]
+        for name, buffer in one._buffers.items():
+            if buffer is not None:
+                one._buffers[name] = change(buffer)
+    return module
+
+
+@cache
 def imitate() -> None:
     """Make this process, which does nothing else, able to try ranks."""
+    recompute = checkpoint._checkpoint_without_reentrant_generator
     among_stages, cut = Mesh.among_stages, _fsdp_param._chunk_with_empty
     known: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def recompute_as_on_gpu(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def again(*inputs: Any, **more: Any) -> Any:
+            with AsOnGpu():  # autograd leaves all such modes
+                return function(*inputs, **more)
+
+        return recompute(again, *args, **kwargs)
 
     def with_numbers(mesh: Mesh, places: Sequence[int]) -> Ranks:
         with unset_fake_temporarily():
@@ -462,7 +556,8 @@ def imitate() -> None:
         return known.get(key) or known.setdefault(key, cut(tensor, num_chunks, dim))
 
     for owner, name, other in (
-        (nn.Module, "to", lambda self, *args, **kwargs: self),
+        (nn.Module, "_apply", with_new_tensors),
+        (checkpoint, "_checkpoint_without_reentrant_generator", recompute_as_on_gpu),
         (ddp, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
         (Mesh, "among_stages", with_numbers),
         (PipelineStage, "_get_init_p2p_neighbors_ops", lambda self: []),

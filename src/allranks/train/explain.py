@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ from allranks.train.stages import blocks_and_stages
 def main() -> None:
     """Answer the question on the command line about the jobs on stdin."""
     die_with_parent()
+    imitate()
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # what a task prints must not get into the answer
         jobs = [parse_job(values, resolved=True) for values in json.load(sys.stdin)]
