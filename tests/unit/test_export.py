@@ -127,7 +127,7 @@ def test_another_step_a_damaged_one_and_what_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path) -> None:
     run, _ = run_of(tmp_path, steps=())
-    with pytest.raises(AllranksError, match="has no checkpoint yet"):
+    with pytest.raises(AllranksError, match="has no checkpoint\n  fix: allranks resume"):
         export(run, tmp_path / "model.safetensors")
 
 

@@ -104,8 +104,8 @@ def check(job: Job) -> None:
         )
     if job.layout.dp < 2:
         raise AllranksError(
-            f"bench comm-opt compares what data-parallel ranks send, and layout {job.layout} "
-            "has only one",
+            f"bench comm-opt compares what replicas of the model (dp) send each other, and layout "
+            f"{job.layout} has only one",
             fix="add --layout 1x2",
         )
 

@@ -79,9 +79,12 @@ def choose(run: RunDir, step: int | None) -> tuple[Commit, list[str]]:
         )
     found = commits(run.checkpoints)
     if not found:
+        is_over = run.state() in ("finished", "failed", "stopped")
         raise AllranksError(
-            f"run {run.name} has no checkpoint yet",
-            fix="wait until it has saved one (checkpoint.every), or stop it, which saves one",
+            f"run {run.name} has no checkpoint" + ("" if is_over else " yet"),
+            fix=f"allranks resume {run.reference}, and let it save one"
+            if is_over
+            else "wait until it has saved one (checkpoint.every), or stop it, which saves one",
         )
     if step is None:
         newest, damaged = newest_whole(run.checkpoints)
