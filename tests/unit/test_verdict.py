@@ -446,3 +446,16 @@ def test_a_job_is_named_as_it_was_typed(tmp_path: Path, info: Any, typed: str) -
     task = {"step": 0}  # only tasks count their steps from there
     found = verdict_of(planted(tmp_path, HEALTHY, traces={0: cpu_trace()}, info=info, start=task))
     assert found.next == f"allranks bench scaling --layouts 1x1,1x2{typed}"
+
+
+@pytest.mark.parametrize(("every", "limit"), [(3, "host"), (10, "pauses")])
+def test_work_in_many_steps_is_no_pause(tmp_path: Path, every: int, limit: str) -> None:
+    def plotted(rank: int, number: int, step: Event) -> Event:
+        return {**step, "other": step["other"] + 0.12 * (number % every == 1)}
+
+    # One of the four traced steps.
+    trace = cpu_trace(host=30.0, local=128.8, lines=[["train.py:27", 0.03]])
+    found = verdict_of(planted(tmp_path, HEALTHY, each=plotted, traces={0: trace}))
+    assert found.limit == limit
+    assert found.line == ("train.py:27" if limit == "host" else None)
+    assert found.gain is not None and found.gain > 1.1

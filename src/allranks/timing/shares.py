@@ -340,10 +340,8 @@ def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
 
     own = [event for event in record.steps if event["step"] in numbers and OTHER in event]
     usual = statistics.median(event["seconds"] for event in steps.values())
-    others = [event[OTHER] for event in steps.values()]
-    # A pause in a traced step is not part of every step.
-    far = [max(0.0, event[OTHER] - statistics.median(others)) for event in own]
-    pauses = [took if took > FAR * usual else 0.0 for took in far]
+    # A pause in a traced step is not part of every step; what comes in many steps is no pause.
+    pauses = far_above([event[OTHER] for event in (*steps.values(), *own)], usual)[len(steps) :]
     parts = {part: mean(part) for part in LOCAL}
     # A trace's first step is preceded by the start of the trace, which is not part of it.
     starts = {one["first"] for one in within}
