@@ -182,6 +182,8 @@ def test_an_iterable_data_set(tmp_path: Path) -> None:
         """,
     )
     assert found.samples() == [12, 12, 12, 4]
+    [loader] = found.events("loader")
+    assert loader["iterable"] is True
 
 
 def test_no_loader_at_all(tmp_path: Path) -> None:

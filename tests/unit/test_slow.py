@@ -51,6 +51,7 @@ def test_a_fast_run_gives_none(tmp_path: Path) -> None:
             "too-few-workers",
             "DataLoader(..., num_workers=3, persistent_workers=True)",
         ),
+        ({"num_workers": 0, "iterable": True}, {}, "too-few-workers", "get_worker_info"),
         ({"num_workers": 3}, {"workers_cpu": 2.9}, "too-few-workers", "num_workers=4"),
         (
             {"num_workers": 4},

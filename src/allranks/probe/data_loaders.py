@@ -202,6 +202,7 @@ def settings_of(data_loader: Any) -> dict[str, Any]:
     found = {name: getattr(data_loader, name, None) for name in SETTINGS}
     context = getattr(data_loader, "multiprocessing_context", None)
     found["multiprocessing_context"] = getattr(context, "_name", None)
+    found["iterable"] = getattr(data_loader, "_dataset_kind", MAP_DATASET) != MAP_DATASET or None
     kinds = (bool, int, str)
     return {name: value for name, value in found.items() if isinstance(value, kinds)}
 

@@ -60,11 +60,11 @@ def loader_words(facts: Facts, rank: int, *, is_one: bool) -> tuple[str, str, st
     full = f"more CPUs per rank, or samples that load faster; {MEASURES}"
     if workers == 0:
         few = "too-few-workers" if not is_one else "data-bound"
-        more = more_workers(facts, fair, persistent_workers=True)
+        more = more_workers(facts, rank, fair, persistent_workers=True)
         return "no workers", few, full if is_full else more
     if cpus and workers * per_node > 2 * cpus and is_full:
         many = f"{workers * per_node} workers share {cpus} CPUs"
-        return many, "too-many-workers", more_workers(facts, fair)
+        return many, "too-many-workers", more_workers(facts, rank, fair)
     whose = "its" if is_one or facts.is_alone else "each rank's"
     known = f"{whose} {count(workers, 'worker')} {'is' if workers == 1 else 'are'}"
     loader, node = loader_of(facts, rank) or {}, facts.node_of(rank)
@@ -78,18 +78,25 @@ def loader_words(facts: Facts, rank: int, *, is_one: bool) -> tuple[str, str, st
     busy = device_means(facts.records[rank]).get("workers_cpu", 0.0) / workers
     if busy < facts.limits.busy and not is_full:  # more of them can wait for the disk at once
         is_enough = workers >= MANY_WORKERS
-        more = staging(facts) if is_enough else more_workers(facts, max(fair, 2 * workers))
+        more = staging(facts) if is_enough else more_workers(facts, rank, max(fair, 2 * workers))
         return f"{known} often idle: the disk or the network may be slow", "data-bound", more
     if is_full:
         return f"{known} always busy, and so are all {cpus} CPUs", "too-few-workers", full
-    return f"{known} always busy", "too-few-workers", more_workers(facts, max(fair, workers + 1))
+    return (
+        f"{known} always busy",
+        "too-few-workers",
+        more_workers(facts, rank, max(fair, workers + 1)),
+    )
 
 
-def more_workers(facts: Facts, workers: int, **settings: Any) -> str:
+def more_workers(facts: Facts, rank: int, workers: int, **settings: Any) -> str:
     if facts.is_task:
         return f"data.num_workers={workers}; allranks bench data finds how many are needed"
     more = "".join(f", {name}={value}" for name, value in settings.items())
-    return f"DataLoader(..., num_workers={workers}{more})"
+    # Otherwise each worker would yield all samples.
+    shares = ", and in the data set a share for each worker (torch.utils.data.get_worker_info)"
+    is_iterable = bool((loader_of(facts, rank) or {}).get("iterable"))
+    return f"DataLoader(..., num_workers={workers}{more})" + shares * is_iterable
 
 
 def staging(facts: Facts) -> str:
