@@ -89,9 +89,11 @@ def test_a_task_s_settings_are_those_of_its_job_file(tmp_path: Path) -> None:
     assert (one.cause, one.fix.partition(";")[0]) == ("too-few-workers", "data.num_workers=3")
 
 
-def test_workers_that_start_anew_in_every_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [8, 20])  # of an epoch
+def test_workers_that_start_anew_in_every_epoch(tmp_path: Path, steps: int) -> None:
     def each(rank: int, number: int, step: Event) -> Event:
-        return {**step, "data": 2.0 if number % 20 == 5 else step["data"]}
+        data = 2.0 if number % steps == 5 else step["data"]
+        return {**step, "data": data, "epoch": 1 + (number - 5) // steps}
 
     loader = {"event": "loader", "num_workers": 2, "persistent_workers": False}
     (one,) = found(tmp_path, HEALTHY, each=each, events=lambda _: [loader])

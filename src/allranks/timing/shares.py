@@ -161,7 +161,7 @@ def measure(
         is_gpu=is_gpu,
         utilization=utilization,
         doubt=math.fsum(shares[part] for part in LOCAL) * (division or {}).get(DOUBT, 0.0),
-        burst=burst_of([own[n][DATA] for own in cleaned.steps.values() for n in numbers]),
+        burst=burst_of([[own[n] for n in numbers] for own in cleaned.steps.values()]),
     )
 
 
@@ -313,11 +313,17 @@ def rare_pauses(path: Path) -> float:
     return float(pauses) if pauses > SURE * error else 0.0
 
 
-def burst_of(seconds: Sequence[float]) -> float:
-    """How much of a phase's time falls into a few steps, as when workers are started again."""
-    total = math.fsum(seconds)
+def burst_of(ranks: Sequence[Sequence[Event]]) -> float:
+    """How much of the time for data falls into the first steps of epochs, or into a few steps.
+
+    So it is where workers are started again.
+    """
+    seconds = [event[DATA] for own in ranks for event in own]
     most = sorted(seconds, reverse=True)[: max(1, len(seconds) // 20)]
-    return math.fsum(most) / total if total else 0.0
+    pairs = (pair for own in ranks for pair in itertools.pairwise(own))
+    first = [event[DATA] for last, event in pairs if event.get("epoch") != last.get("epoch")]
+    total = math.fsum(seconds)
+    return max(math.fsum(most), math.fsum(first)) / total if total else 0.0
 
 
 # --- Local work ----------------------------------------------------------------------------------
