@@ -124,6 +124,13 @@ ON_CPU = [
         is_named=True,
     ),
     Situation(
+        name="host-every-third-step",
+        limit="host",
+        plant={"step": "python_work(0.040 * (step % 3 == 0))"},
+        args="--steps 150",
+        is_named=True,
+    ),
+    Situation(
         name="host-2-ranks",
         limit="host",
         plant={"backward": "time.sleep(0.025)"},
