@@ -119,8 +119,7 @@ class SavedTensors:
         held = [*model.parameters(), *model.buffers()]
         self._not_counted = {storage_of(tensor)._cdata for tensor in held}
         self._uses: Counter[int] = Counter()  # by storage
-        self._now = 0
-        self.most = 0
+        self.now = self.most = 0
 
     def counted(self) -> saved_tensors_hooks:
         """A context whose forward passes are counted."""
@@ -135,14 +134,14 @@ class SavedTensors:
             return key, 0
         self._uses[key] += 1
         if self._uses[key] == 1:
-            self._now += size
-            self.most = max(self.most, self._now)
+            self.now += size
+            self.most = max(self.most, self.now)
         return key, size
 
     def remove(self, key: int, size: int) -> None:
         if size:
             self._uses[key] -= 1
-            self._now -= size if not self._uses[key] else 0
+            self.now -= size if not self._uses[key] else 0
 
 
 class _Saved:

@@ -189,7 +189,7 @@ def try_rank(
             )
             exchanges.sent = Counter()
             saved = SavedTensors(t.model)
-            given, left = bytes_of(made), left_behind(pipeline, live)
+            given, left = bytes_of(made), kept_by_stages(pipeline, saved)
             live.start()
             with saved.counted():
                 if pipeline is None:
@@ -197,7 +197,7 @@ def try_rank(
                 else:
                     batch = batch._replace(micro_batches=iter(made))
                 t.forward_backward(t, batch, False)
-            kept = saved.most
+            kept, left = saved.most, dict(left)
             held.gradients = parts_of(gradients_of(t))
             most, at_once = live.added(gradients_of(t)), [1.0]
             if pipeline is not None and stages is not None and in_schedule > 1:
@@ -429,15 +429,15 @@ def work_again(
     t.forward_backward(t, batch._replace(micro_batches=iter(made)), False)
 
 
-def left_behind(pipeline: Pipeline | None, live: LiveTensors) -> dict[int, int]:
-    """The bytes that each stage's last forward pass will have left for the backward pass."""
+def kept_by_stages(pipeline: Pipeline | None, saved: SavedTensors) -> dict[int, int]:
+    """The bytes that each stage's last forward pass will have left: activations, and its output."""
     left: dict[int, int] = {}
 
     def begin(stage: Any, inputs: Any) -> None:
-        left[stage.number] = -live.now
+        left[stage.number] = -saved.now
 
     def end(stage: Any, inputs: Any, outputs: Any) -> None:
-        left[stage.number] += live.now
+        left[stage.number] += saved.now + (0 if stage.is_last else bytes_of(outputs))
 
     for stage in pipeline.stages if pipeline else ():
         stage.register_forward_pre_hook(begin)
